@@ -1,0 +1,270 @@
+"""A command's options, declared once as a frozen dataclass and turned into a click command.
+
+The dataclass holds names, defaults, ranges and help; `command` makes the executable from it,
+imports the heavy part only when it runs, and maps exceptions to the exit codes 0, 1, 2, 3 and 70.
+"""
+
+import dataclasses
+import errno
+import importlib
+import importlib.metadata
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+
+from dflash_offline.common.errors import BadInput, DamagedStore, FoundProblems, Stopped
+
+EXIT_BUG = 70
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
+
+def option(
+    default: Any = None,
+    *,
+    help: str,
+    type: click.ParamType | Any = None,
+    names: tuple[str, ...] = (),
+    multiple: bool = False,
+    required: bool = False,
+    secret: bool = False,
+    metavar: str | None = None,
+) -> Any:
+    """Declare one field of a command's dataclass together with its command line option.
+
+    Args:
+        default: value when the option is absent; a `bool` makes a flag.
+        help: one sentence with the unit.
+        type: a click type; ranges and choices render themselves in `--help`.
+        names: option spellings, the canonical one first; `--field-name` when empty. Spellings
+            that do not name the field are aliases.
+        multiple: the option may be repeated; the field is a tuple.
+        required: no default; leaving it out is bad input.
+        secret: masked wherever the configuration is printed or saved.
+        metavar: what stands for the value in `--help`.
+    """
+    metadata = {
+        "help": help,
+        "type": type,
+        "names": names,
+        "multiple": multiple,
+        "required": required,
+        "secret": secret,
+        "metavar": metavar,
+    }
+    if required:
+        return dataclasses.field(metadata=metadata)
+    if multiple:
+        return dataclasses.field(default=tuple(default or ()), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def command(config: type, *, name: str, help: str, run: str) -> Callable[..., None]:
+    """Make the entry point of a command.
+
+    Args:
+        config: frozen keyword-only dataclass whose fields are declared with `option`.
+        name: the command's name, for usage and `--version`.
+        help: the command's page; ends with a runnable example (`\\b` keeps its lines).
+        run: `"package.module:function"`, imported when the command runs, called with the config.
+    """
+    parameters = [_click_option(field) for field in dataclasses.fields(config)]
+
+    def body(**values: Any) -> None:
+        given = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
+        module, function = run.split(":")
+        getattr(importlib.import_module(module), function)(config(**given))
+
+    cli = click.Command(
+        name,
+        params=[*parameters, _config_file_option(config), _version_option(name)],
+        callback=body,
+        help=help,
+        context_settings=_CONTEXT,
+    )
+    return entry_point(cli)
+
+
+_CONTEXT = {"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 100}
+
+
+def entry_point(cli: click.Command) -> Callable[..., None]:
+    """Wrap a click command or group so that it exits with this project's codes."""
+
+    def main(args: list[str] | None = None) -> None:
+        sys.exit(exit_code_of(cli, args))
+
+    main.cli = cli  # type: ignore[attr-defined]
+    return main
+
+
+def exit_code_of(cli: click.Command, args: list[str] | None = None) -> int:
+    """Run a click command and return its exit code; problems go to stderr, one line each."""
+    try:
+        with signals_stop():
+            code = cli.main(args=args, prog_name=cli.name, standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except click.ClickException as problem:
+        _complain(problem.format_message())
+        return BadInput.exit_code
+    except (BadInput, DamagedStore, FoundProblems, Stopped) as problem:
+        _complain(str(problem))
+        return problem.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        _complain("stopped by a signal; what is committed is safe, run the same command to go on")
+        return Stopped.exit_code
+    except Exception as problem:
+        if isinstance(problem, OSError) and problem.errno in _NO_ROOM:
+            _complain(f"{problem}: what is committed is safe; free space and run the same command")
+            return Stopped.exit_code
+        traceback.print_exc()
+        _complain(f"this is a bug in {cli.name}; please report the traceback above")
+        return EXIT_BUG
+
+
+def _complain(message: str) -> None:
+    click.echo("error: " + " ".join(message.split()), err=True)
+
+
+@contextmanager
+def signals_stop():
+    """Turn the first SIGTERM or SIGINT into `Stopped`, and let a second one kill at once."""
+
+    def stop(number, _frame):
+        for each in handled:
+            signal.signal(each, signal.SIG_DFL)
+        raise Stopped(
+            f"stopped by {signal.Signals(number).name}; what is committed is safe, "
+            "run the same command to go on"
+        )
+
+    handled = (signal.SIGTERM, signal.SIGINT)
+    try:
+        before = [signal.signal(each, stop) for each in handled]
+    except ValueError:  # signal handlers belong to the main thread; elsewhere the caller has them
+        yield
+        return
+    try:
+        yield
+    finally:
+        for each, handler in zip(handled, before, strict=True):
+            signal.signal(each, handler)
+
+
+def config_as_dict(config: Any) -> dict[str, Any]:
+    """Return a command's configuration as plain JSON and YAML values, with secrets masked."""
+    plain = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.metadata["secret"] and value:
+            value = tuple(_masked(v) for v in value) if isinstance(value, tuple) else "***"
+        plain[field.name] = _plain(value)
+    return plain
+
+
+def _masked(value: str) -> str:
+    name, separator, _ = value.partition("=")
+    return f"{name}=***" if separator else "***"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, tuple | list):
+        return [_plain(each) for each in value]
+    return value
+
+
+def print_config(config: Any, *, out: str, title: str) -> None:
+    """Print the resolved configuration and where the command writes, as one table on stderr."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{title} → {out}", title_justify="left", show_header=False, box=None)
+    for key, value in config_as_dict(config).items():
+        table.add_row(f"--{key.replace('_', '-')}", "" if value is None else str(value))
+    Console(stderr=True).print(table)
+
+
+def save_config(config: Any) -> str:
+    """Return the resolved configuration as YAML that `--config` reads back."""
+    return yaml.safe_dump(config_as_dict(config), sort_keys=False)
+
+
+def _names(field: dataclasses.Field) -> tuple[str, ...]:
+    return field.metadata["names"] or (f"--{field.name.replace('_', '-')}",)
+
+
+def _click_option(field: dataclasses.Field) -> click.Option:
+    meta = field.metadata
+    is_flag = isinstance(field.default, bool)
+    extra: dict[str, Any] = {}
+    if is_flag:
+        extra["is_flag"] = True
+    elif not meta["required"]:
+        extra["default"] = field.default
+    if meta["required"]:
+        extra["required"] = True
+    return click.Option(
+        [*_names(field), field.name],
+        type=meta["type"],
+        help=meta["help"],
+        multiple=meta["multiple"],
+        metavar=meta["metavar"],
+        show_default=field.default not in (None, ()) and not is_flag,
+        **extra,
+    )
+
+
+def _config_file_option(config: type) -> click.Option:
+    known = {field.name: field for field in dataclasses.fields(config)}
+
+    def read(context: click.Context, _parameter: click.Parameter, path: Path | None) -> None:
+        if path is None:
+            return
+        try:
+            given = yaml.safe_load(path.read_text()) or {}
+        except yaml.YAMLError as problem:
+            raise click.BadParameter(f"{path} is not YAML: {problem}") from problem
+        if not isinstance(given, dict):
+            raise click.BadParameter(f"{path} holds no mapping of option names to values")
+        given = {str(key).lstrip("-").replace("-", "_"): value for key, value in given.items()}
+        unknown = sorted(set(given) - set(known))
+        if unknown:
+            raise click.BadParameter(
+                f"{path} sets {', '.join(unknown)}, which this command does not have; "
+                "see --help for the names"
+            )
+        context.default_map = {key: v for key, v in given.items() if v is not None}
+
+    return click.Option(
+        ["--config"],
+        type=click.Path(path_type=Path, exists=True, dir_okay=False),
+        is_eager=True,
+        expose_value=False,
+        callback=read,
+        metavar="FILE.yaml",
+        help="Read options from a YAML file; those on the command line win.",
+    )
+
+
+def _version_option(name: str) -> click.Option:
+    def show(context: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
+        if wanted:
+            click.echo(f"{name} {importlib.metadata.version('dflash-offline')}")
+            context.exit()
+
+    return click.Option(
+        ["--version"],
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=show,
+        help="Show the version and exit.",
+    )
