@@ -1,0 +1,202 @@
+"""Index tables of block attention, built on the CPU before a step touches the device.
+
+An anchor sees context tokens [lo, hi): lo is the first token of its document, hi the anchor itself.
+Anchors are sorted by document and position, so a document's anchors are neighbours, a group of
+neighbours shares all context tiles but the last, and the anchors that see a context tile are a
+contiguous range. What the kernels need follows from that in a few kB of int32; no mask exists.
+
+Letters: T context tokens, A anchors, B block size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TileTables:
+    """Work items of the three kernels for one tiling, heaviest first.
+
+    groups: int32 [num_groups, 2], first anchor and number of anchors; never across documents.
+    tiles: int32 [num_tiles, 5]: first token, end token, first anchor whose context reaches into the
+        tile, end anchor (of the document), first anchor that sees the whole tile. Tiles partition
+        [0, T); one that no anchor sees has an empty range.
+    """
+
+    groups: Tensor
+    tiles: Tensor
+
+    @property
+    def num_groups(self) -> int:
+        return self.groups.shape[0]
+
+    @property
+    def num_tiles(self) -> int:
+        return self.tiles.shape[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockTables:
+    """What `block_attention` needs to know about anchors; made by `build_tables`.
+
+    `host_lo` and `host_hi` stay on the CPU; `lo` and `hi` are where the kernels read them.
+    """
+
+    block_size: int
+    num_ctx: int
+    host_lo: Tensor  # int32 [A], CPU
+    host_hi: Tensor  # int32 [A], CPU
+    lo: Tensor  # int32 [A]
+    hi: Tensor  # int32 [A]
+    tilings: dict[tuple[int, int], TileTables] = field(default_factory=dict)
+
+    @property
+    def num_anchors(self) -> int:
+        return self.host_lo.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.lo.device
+
+    def to(self, device, *, non_blocking: bool = True) -> BlockTables:
+        """Copy to `device`; a few kB, from page-locked memory if `pin_memory` was called."""
+        return BlockTables(
+            block_size=self.block_size,
+            num_ctx=self.num_ctx,
+            host_lo=self.host_lo,
+            host_hi=self.host_hi,
+            lo=self.lo.to(device, non_blocking=non_blocking),
+            hi=self.hi.to(device, non_blocking=non_blocking),
+            tilings={
+                key: TileTables(
+                    tiling.groups.to(device, non_blocking=non_blocking),
+                    tiling.tiles.to(device, non_blocking=non_blocking),
+                )
+                for key, tiling in self.tilings.items()
+            },
+        )
+
+    def pin_memory(self) -> BlockTables:
+        """Copy to page-locked memory, so that `.to` does not wait for the device."""
+        return BlockTables(
+            block_size=self.block_size,
+            num_ctx=self.num_ctx,
+            host_lo=self.host_lo,
+            host_hi=self.host_hi,
+            lo=self.lo.pin_memory(),
+            hi=self.hi.pin_memory(),
+            tilings={
+                key: TileTables(tiling.groups.pin_memory(), tiling.tiles.pin_memory())
+                for key, tiling in self.tilings.items()
+            },
+        )
+
+    def tiling(self, anchors_per_group: int, tile_tokens: int) -> TileTables:
+        """Return the work items of one tiling, built on first use and kept."""
+        key = (anchors_per_group, tile_tokens)
+        if key not in self.tilings:
+            lo, hi = self.host_lo.numpy(), self.host_hi.numpy()
+            groups = _groups(lo, hi, anchors_per_group)
+            tiles = _tiles(lo, hi, tile_tokens, self.num_ctx)
+            self.tilings[key] = TileTables(
+                torch.from_numpy(groups).to(self.device, non_blocking=True),
+                torch.from_numpy(tiles).to(self.device, non_blocking=True),
+            )
+        return self.tilings[key]
+
+
+def build_tables(
+    lo, hi, *, block_size: int, num_ctx: int, tilings: tuple[tuple[int, int], ...] = ()
+) -> BlockTables:
+    """Build the tables of one pass over `A` anchors, on the CPU.
+
+    Args:
+        lo: integer [A], first context token that the anchor sees: the start of its document.
+        hi: integer [A], end of the context that it sees: the anchor's own row. An anchor with an
+            empty context has hi = lo; rows that only pad a batch use lo = hi = num_ctx.
+        block_size: slots in a block, 2 to 64.
+        num_ctx: T, context tokens in the pass.
+        tilings: (anchors in a group, tokens in a tile) to prepare now rather than at first use;
+            `block_attention.tiling_of` names the one a model needs.
+
+    Raises:
+        ValueError: anchors are not sorted by (lo, hi), or leave [0, T], or two documents overlap.
+    """
+    lo = np.ascontiguousarray(np.asarray(lo), dtype=np.int32)
+    hi = np.ascontiguousarray(np.asarray(hi), dtype=np.int32)
+    _check(lo, hi, block_size, num_ctx)
+    host_lo, host_hi = torch.from_numpy(lo.copy()), torch.from_numpy(hi.copy())
+    tables = BlockTables(
+        block_size=block_size,
+        num_ctx=num_ctx,
+        host_lo=host_lo,
+        host_hi=host_hi,
+        lo=host_lo,
+        hi=host_hi,
+    )
+    for anchors_per_group, tile_tokens in tilings:
+        tables.tiling(anchors_per_group, tile_tokens)
+    return tables
+
+
+def _check(lo: np.ndarray, hi: np.ndarray, block_size: int, num_ctx: int) -> None:
+    if lo.ndim != 1 or lo.shape != hi.shape:
+        raise ValueError(f"lo and hi have shapes {lo.shape} and {hi.shape}, must be equal and 1-D")
+    if not 2 <= block_size <= 64:
+        raise ValueError(f"block_size is {block_size}, must be 2 to 64")
+    if lo.size == 0:
+        return
+    if lo.min() < 0 or hi.max() > num_ctx or (hi < lo).any():
+        raise ValueError(f"anchor contexts [lo, hi) must lie in [0, {num_ctx}] with lo <= hi")
+    same = lo[1:] == lo[:-1]
+    if (lo[1:] < lo[:-1]).any() or (hi[1:] < hi[:-1])[same].any():
+        raise ValueError("anchors must be sorted by (lo, hi): sort them within each document")
+    if (hi[:-1] > lo[1:])[~same].any():
+        raise ValueError("contexts of two documents overlap: lo must be the document's first token")
+
+
+def _documents(lo: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return first and end anchor of every document that has anchors."""
+    if lo.size == 0:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    edges = np.flatnonzero(lo[1:] != lo[:-1]) + 1
+    return np.concatenate([[0], edges]), np.concatenate([edges, [lo.size]])
+
+
+def _groups(lo: np.ndarray, hi: np.ndarray, anchors_per_group: int) -> np.ndarray:
+    firsts, ends = _documents(lo)
+    counts = -(-(ends - firsts) // anchors_per_group)
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    first = np.repeat(firsts, counts) + within * anchors_per_group
+    count = np.minimum(np.repeat(ends, counts) - first, anchors_per_group)
+    length = hi[first + count - 1] - lo[first] if first.size else first
+    order = np.argsort(-length, kind="stable")
+    return np.stack([first, count], axis=1)[order].astype(np.int32)
+
+
+def _tiles(lo: np.ndarray, hi: np.ndarray, tile_tokens: int, num_ctx: int) -> np.ndarray:
+    """Cut [0, T) at document starts and every `tile_tokens`, and find who sees each tile."""
+    firsts, ends = _documents(lo)
+    # A span is what one document's anchors can see, or a gap that none can.
+    starts = np.concatenate([[0], lo[firsts], [num_ctx]]).astype(np.int64)
+    span_first = np.concatenate([[0], firsts])
+    span_end = np.concatenate([[0], ends])
+    counts = -(-np.diff(starts) // tile_tokens)
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    start = np.repeat(starts[:-1], counts) + within * tile_tokens
+    end = np.minimum(start + tile_tokens, np.repeat(starts[1:], counts))
+    first = np.empty_like(start)
+    full = np.empty_like(start)
+    last = np.repeat(span_end, counts)
+    tile = 0
+    for a, b, num in zip(span_first, span_end, counts, strict=True):
+        part = slice(tile, tile + num)
+        first[part] = a + np.searchsorted(hi[a:b], start[part], side="right")
+        full[part] = a + np.searchsorted(hi[a:b], end[part], side="left")
+        tile += num
+    order = np.argsort(first - last, kind="stable")
+    return np.stack([start, end, first, last, full], axis=1)[order].astype(np.int32)
