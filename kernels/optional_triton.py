@@ -1,0 +1,60 @@
+"""Triton where it is installed, a stand-in where it is not, and the choice between a kernel and its reference.
+
+Kernel modules import `triton` and `tl` from here, so that they can be imported (and run their plain
+PyTorch paths) on a machine without Triton.
+"""
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+
+    HAS_TRITON = True
+except ImportError:
+    HAS_TRITON = False
+
+    class _StandIn:
+        """Lets `@triton.jit` and `tl.constexpr` stand in a module that never launches its kernels."""
+
+        constexpr = object
+
+        @staticmethod
+        def jit(fn=None, **_options):
+            return fn if fn is not None else lambda kernel: kernel
+
+    triton = tl = _StandIn()
+
+
+def is_interpreted() -> bool:
+    """Say whether Triton kernels run in its interpreter, on the CPU (TRITON_INTERPRET=1)."""
+    return HAS_TRITON and bool(triton.knobs.runtime.interpret)
+
+
+def use_triton(tensor: torch.Tensor, implementation: str | None) -> bool:
+    """Say whether an op on `tensor` runs as Triton kernels.
+
+    `implementation` is "triton", "reference" or None, which means Triton for CUDA tensors.
+
+    Raises:
+        ValueError: an unknown name, or Triton asked for where it cannot run.
+    """
+    if implementation is None:
+        if tensor.is_cuda and not HAS_TRITON:
+            raise ValueError(
+                "implementation is unset and the tensors are on a GPU, but triton is not installed; "
+                "install triton or pass implementation='reference'"
+            )
+        return tensor.is_cuda
+    if implementation == "reference":
+        return False
+    if implementation != "triton":
+        raise ValueError(
+            f"implementation is {implementation!r}; allowed are 'triton', 'reference' and None"
+        )
+    if not HAS_TRITON or not (tensor.is_cuda or is_interpreted()):
+        raise ValueError(
+            "implementation is 'triton', which needs the triton package and CUDA tensors "
+            "(or TRITON_INTERPRET=1); pass implementation='reference'"
+        )
+    return True
