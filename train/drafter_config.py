@@ -1,0 +1,237 @@
+"""The drafter's shape, and its two-way mapping to the z-lab `config.json`.
+
+Only this module knows the keys of that file; the mapping holds what serving engines read, with
+both spellings of RoPE and the block size in both places they look for it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_offline.common.errors import BadInput
+
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+MIN_BLOCK_SIZE = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+    """Everything that fixes the drafter's tensors and what its blocks mean."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    rope_theta: float
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 40960
+    initializer_range: float = 0.02
+    layer_types: tuple[str, ...] = ()  # all full attention when empty
+    layer_causal: tuple[bool, ...] = ()  # per layer, inside the block; all False when empty
+    sliding_window: int | None = None
+    sample_from_anchor: bool = False
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
+    input_embedding_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        count = self.num_hidden_layers
+        object.__setattr__(self, "layer_types", tuple(self.layer_types) or (FULL,) * count)
+        object.__setattr__(self, "layer_causal", tuple(self.layer_causal) or (False,) * count)
+        object.__setattr__(self, "target_layer_ids", tuple(self.target_layer_ids))
+        _check(self)
+
+    @property
+    def is_causal(self) -> bool | None:
+        """The `is_causal` key: one value for all layers, or None where engines' rule holds.
+
+        Without the key engines take sliding layers as causal inside the block and full layers as
+        bidirectional; no other mix can be said in the file.
+        """
+        if len(set(self.layer_causal)) == 1:
+            return self.layer_causal[0]
+        return None
+
+    @property
+    def num_features(self) -> int:
+        """K, the number of captured target layers."""
+        return len(self.target_layer_ids)
+
+    def window(self, layer: int) -> int | None:
+        """Return the sliding window of a layer in tokens, None for full attention."""
+        return self.sliding_window if self.layer_types[layer] == SLIDING else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the complete z-lab `config.json`, without `dtype`."""
+        sliding = self.sliding_window is not None
+        special: dict[str, Any] = {
+            "block_size": self.block_size,
+            "mask_token_id": self.mask_token_id,
+            "target_layer_ids": list(self.target_layer_ids),
+            "sample_from_anchor": self.sample_from_anchor,
+        }
+        if self.output_multiplier != 1.0:
+            special["output_multiplier"] = self.output_multiplier
+        if self.final_logit_softcapping is not None:
+            special["final_logit_softcapping"] = self.final_logit_softcapping
+        if self.input_embedding_scale != 1.0:
+            special["input_embedding_scale"] = self.input_embedding_scale
+        config: dict[str, Any] = {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "block_size": self.block_size,
+            "num_target_layers": self.num_target_layers,
+            "dflash_config": special,
+            "sample_from_anchor": self.sample_from_anchor,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "rms_norm_eps": self.rms_norm_eps,
+            "vocab_size": self.vocab_size,
+            "max_position_embeddings": self.max_position_embeddings,
+            "initializer_range": self.initializer_range,
+            "rope_theta": self.rope_theta,
+            "rope_scaling": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "layer_types": list(self.layer_types),
+            "use_sliding_window": sliding,
+            "sliding_window": self.sliding_window,
+            "max_window_layers": 0 if sliding else self.num_hidden_layers,
+            "tie_word_embeddings": False,
+            "use_cache": True,
+        }
+        if self.is_causal is not None:
+            config["is_causal"] = self.is_causal
+        return config
+
+    @classmethod
+    def from_json(cls, config: Mapping[str, Any]) -> "DrafterConfig":
+        """Read a z-lab `config.json`, ours or released.
+
+        Raises:
+            BadInput: a key is missing, or the file describes another kind of drafter.
+        """
+        _refuse_other_kinds(config)
+        special = config.get("dflash_config") or {}
+        count = _wanted(config, "num_hidden_layers")
+        window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+        types = tuple(config.get("layer_types") or (FULL,) * count)
+        return cls(
+            hidden_size=_wanted(config, "hidden_size"),
+            intermediate_size=_wanted(config, "intermediate_size"),
+            num_hidden_layers=count,
+            num_attention_heads=_wanted(config, "num_attention_heads"),
+            num_key_value_heads=_wanted(config, "num_key_value_heads"),
+            head_dim=_wanted(config, "head_dim"),
+            vocab_size=_wanted(config, "vocab_size"),
+            rope_theta=_rope_theta(config),
+            block_size=special.get("block_size") or _wanted(config, "block_size"),
+            mask_token_id=_wanted(special, "mask_token_id", "dflash_config."),
+            target_layer_ids=tuple(_wanted(special, "target_layer_ids", "dflash_config.")),
+            num_target_layers=_wanted(config, "num_target_layers"),
+            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+            max_position_embeddings=config.get("max_position_embeddings", 40960),
+            initializer_range=config.get("initializer_range", 0.02),
+            layer_types=types,
+            layer_causal=_layer_causal(config, types),
+            sliding_window=window if SLIDING in types else None,
+            sample_from_anchor=bool(
+                special.get("sample_from_anchor", config.get("sample_from_anchor", False))
+            ),
+            output_multiplier=special.get("output_multiplier") or 1.0,
+            final_logit_softcapping=special.get("final_logit_softcapping"),
+            input_embedding_scale=special.get("input_embedding_scale") or 1.0,
+        )
+
+
+def _check(config: DrafterConfig) -> None:
+    count = config.num_hidden_layers
+    for name, given in (("layer_types", config.layer_types), ("causality", config.layer_causal)):
+        if len(given) != count:
+            raise BadInput(
+                f"{name} of the drafter: {len(given)} entries given, {count} layers to describe; "
+                "give one entry a layer"
+            )
+    unknown = sorted(set(config.layer_types) - {FULL, SLIDING})
+    if unknown:
+        raise BadInput(f"layer_types of the drafter: {unknown[0]!r}; use {FULL!r} or {SLIDING!r}")
+    if config.block_size < MIN_BLOCK_SIZE:
+        raise BadInput(
+            f"block_size of the drafter: {config.block_size} given, at least {MIN_BLOCK_SIZE} "
+            "needed; a block holds the anchor and what is drafted after it"
+        )
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise BadInput(
+            f"num_attention_heads of the drafter: {config.num_attention_heads} is no multiple of "
+            f"{config.num_key_value_heads} key and value heads; change one of them"
+        )
+    if SLIDING in config.layer_types and (config.sliding_window or 0) < config.block_size:
+        # Engines disagree on the right bound of a bidirectional window shorter than a block.
+        raise BadInput(
+            f"sliding_window of the drafter: {config.sliding_window} given, at least the block "
+            f"size {config.block_size} needed for sliding layers; raise it"
+        )
+    engines_rule = tuple(kind == SLIDING for kind in config.layer_types)
+    if config.is_causal is None and config.layer_causal != engines_rule:
+        raise BadInput(
+            "causality of the drafter's layers: a mix given that config.json cannot say; make all "
+            "layers equal, or sliding layers causal and full layers bidirectional"
+        )
+
+
+def _refuse_other_kinds(config: Mapping[str, Any]) -> None:
+    architecture = (config.get("architectures") or ["DFlashDraftModel"])[0]
+    known = ("DFlashDraftModel", "Qwen3DFlashDraftModel")
+    if architecture not in known:
+        raise BadInput(
+            f"architectures of the drafter: {architecture} given; this program reads {known[0]}"
+        )
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise BadInput(
+            f"rope_parameters of the drafter: {dict(rope)} given; only the default type with full "
+            "rotary is trained here"
+        )
+    if config.get("attention_bias"):
+        raise BadInput("attention_bias of the drafter: true given; only false is supported")
+
+
+def _layer_causal(config: Mapping[str, Any], types: tuple[str, ...]) -> tuple[bool, ...]:
+    special = config.get("dflash_config") or {}
+    given = config.get("is_causal")
+    if given is None:
+        given = special.get("causal")
+    if given is not None:
+        return (bool(given),) * len(types)
+    return tuple(kind == SLIDING for kind in types)
+
+
+def _rope_theta(config: Mapping[str, Any]) -> float:
+    theta = config.get("rope_theta")
+    if theta is None:
+        theta = (config.get("rope_parameters") or {}).get("rope_theta")
+    if theta is None:
+        raise BadInput("config.json of the drafter lacks rope_theta; write the one it was made for")
+    return float(theta)
+
+
+def _wanted(config: Mapping[str, Any], key: str, prefix: str = "") -> Any:
+    value = config.get(key)
+    if value is None:
+        raise BadInput(f"config.json of the drafter lacks {prefix}{key}; is it a DFlash drafter?")
+    return value

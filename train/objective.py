@@ -1,0 +1,147 @@
+"""What a block's slots count for: position weights, the loss sum, and joint acceptance.
+
+Pure functions of tensors; nothing here divides by a local count. A pass returns sums, and the
+step divides once by the sum of the weights over all passes, accumulation parts and ranks.
+
+Letters: A anchors, P predicting slots of a block (index j from 0), M labelled rows.
+"""
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+
+DECAY = "decay"
+DPACE = "dpace"
+LOSSES = (DECAY, DPACE)
+DPACE_ALPHA = 0.5
+
+# Block size to decay constant, as the DFlash authors give them.
+_GAMMAS = ((8, 4.0), (10, 5.0), (16, 7.0))
+
+
+def decay_gamma(block_size: int) -> float:
+    """Return the decay constant for a block size.
+
+    4 for 8, 5 for 10 and 7 for 16 slots, linear between those, and in proportion to the block
+    size below 8 and above 16.
+    """
+    (first, first_gamma), (last, last_gamma) = _GAMMAS[0], _GAMMAS[-1]
+    if block_size <= first:
+        return first_gamma * block_size / first
+    if block_size >= last:
+        return last_gamma * block_size / last
+    for (left, low), (right, high) in itertools.pairwise(_GAMMAS):
+        if block_size <= right:
+            return low + (high - low) * (block_size - left) / (right - left)
+    raise AssertionError("unreachable: the last bound was tested")
+
+
+def decay_weights(valid: torch.Tensor, gamma: float, dtype: torch.dtype) -> torch.Tensor:
+    """Return exp(-j / gamma) where a slot is labelled, 0 elsewhere.
+
+    In the 1+N layout slot k has j = k - 1.
+
+    Args:
+        valid: bool [A, P].
+        gamma: decay constant in slots, positive.
+        dtype: of the result.
+
+    Returns:
+        [A, P].
+    """
+    steps_P = torch.arange(valid.shape[1], device=valid.device, dtype=dtype)
+    return torch.exp(-steps_P / gamma) * valid.to(dtype)
+
+
+def dpace_weights(
+    nll: torch.Tensor, valid: torch.Tensor, alpha: float = DPACE_ALPHA
+) -> torch.Tensor:
+    """Return the D-PACE weights: how much of the expected acceptance hangs on each slot.
+
+    With q_j = exp(-nll_j) and q̃_j = (1 - a)·q_j + a, a = alpha (1 where unlabelled),
+    w_j = Σ_{m ≥ j} Π_{i ≤ m} q̃_i over labelled m, and 0 where slot j is unlabelled. Detached.
+
+    Args:
+        nll: [A, P] negative log-likelihoods; anything where unlabelled.
+        valid: bool [A, P].
+        alpha: smoothing in [0, 1]; 1 makes every slot count the labelled slots from it on.
+
+    Returns:
+        [A, P] in the dtype of `nll`.
+    """
+    with torch.no_grad():
+        smoothed_AP = (1 - alpha) * torch.exp(-nll) + alpha
+        prefix_AP = torch.where(valid, smoothed_AP, 1.0).cumprod(dim=1)
+        terms_AP = torch.where(valid, prefix_AP, 0.0)
+        suffix_AP = terms_AP.flip(1).cumsum(dim=1).flip(1)
+        return torch.where(valid, suffix_AP, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """Which weights the cross-entropies of a block get."""
+
+    loss: str
+    gamma: float
+    alpha: float = DPACE_ALPHA
+
+    def weights(self, nll: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+        """Return the detached weights [A, P] for negative log-likelihoods [A, P]."""
+        if self.loss == DPACE:
+            return dpace_weights(nll.detach(), valid, self.alpha)
+        assert self.loss == DECAY, f"loss is {self.loss}"
+        return decay_weights(valid, self.gamma, nll.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassSums:
+    """Sums over one pass, all on the device; adding two gives those of both."""
+
+    loss: torch.Tensor  # [], Σ w·nll, differentiable
+    weight: torch.Tensor  # [], Σ w
+    blocks: torch.Tensor  # [], number of anchors
+    accepted: torch.Tensor  # [P], blocks whose slots up to and including j are all right
+
+    def detached(self) -> "PassSums":
+        """Return the same sums without their graph."""
+        return PassSums(
+            loss=self.loss.detach(),
+            weight=self.weight,
+            blocks=self.blocks,
+            accepted=self.accepted,
+        )
+
+    def flat(self) -> torch.Tensor:
+        """Return [3 + P]: loss, weight, blocks, accepted; float64 so that counts stay exact."""
+        head = torch.stack([self.loss.detach(), self.weight, self.blocks])
+        return torch.cat([head.double(), self.accepted.double()])
+
+
+def scatter_rows(
+    values: torch.Tensor, rows: torch.Tensor, shape: tuple[int, int], fill: float
+) -> torch.Tensor:
+    """Put per-row values [M] back on the [A, B] grid of all block rows, differentiably."""
+    flat = values.new_full((shape[0] * shape[1],), fill)
+    return flat.index_copy(0, rows, values).view(shape)
+
+
+def pass_sums(
+    objective: Objective, nll: torch.Tensor, correct: torch.Tensor, valid: torch.Tensor
+) -> PassSums:
+    """Weigh the cross-entropies of a pass and count joint greedy acceptance.
+
+    Args:
+        objective: which weights.
+        nll: [A, P] differentiable cross-entropies, 0 where unlabelled.
+        correct: bool [A, P], the most likely token is the label; False where unlabelled.
+        valid: bool [A, P], the slot has a label.
+    """
+    weights_AP = objective.weights(nll, valid)
+    accepted_AP = (correct & valid).long().cumprod(dim=1)
+    return PassSums(
+        loss=(weights_AP * nll).sum(),
+        weight=weights_AP.sum(),
+        blocks=torch.full_like(weights_AP[:0].sum(), valid.shape[0]),
+        accepted=accepted_AP.sum(dim=0),
+    )
