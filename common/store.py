@@ -1,0 +1,255 @@
+"""The schema of store format 1: names, keys, shapes, mask bits, and what a plan is.
+
+The only module that spells an array name, a key or an attribute of the store. The side that writes
+is common/store_writer.py, the side that reads common/cache.py; common/records.py makes the files
+that hold the plan and the records. Letters: K captured layers, T tokens of a pack, H hidden.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from dflash_offline.common import records
+from dflash_offline.common.blobs import Blobs
+from dflash_offline.common.codecs import codec_named
+from dflash_offline.common.errors import BadInput, MissingStore
+from dflash_offline.common.identity import Identity
+from dflash_offline.common.shards import ALIGN_BYTES, array_metadata
+
+FORMAT = 1
+ATTRIBUTE = "dflash_offline"
+GROUP_KEY = "zarr.json"
+MANIFEST_KEY = "manifest.json"
+FEATURES, FINAL, TOKENS, LOSS_MASK = "features", "final", "tokens", "loss_mask"
+PLAN, TARGET, COMMIT, LOGS = "plan", "target", "commit", "logs"
+
+_CHUNK_BYTES = 8 << 20
+_MIN_CHUNK_TOKENS = 64
+
+
+class LossMask:
+    """Bits of the `loss_mask` array, one byte a token."""
+
+    ASSISTANT = 1  # content of an assistant turn
+    END_OF_TURN = 2  # the token that ends an assistant turn
+    LAST_TURN = 4  # belongs to the last assistant turn
+    REASONING = 8  # inside a thinking span
+    TEMPLATE = 16  # inside an assistant turn, but written by the chat template
+    OTHER = 32  # supervised, role unknown: a completion, or a given mask
+    SUPERVISED = ASSISTANT | END_OF_TURN | OTHER
+
+
+SUPERVISION_RULES = ("all", "last", "no-reasoning")
+
+
+def supervised(mask: np.ndarray, rule: str = "all") -> np.ndarray:
+    """Return which tokens are trained on.
+
+    Args:
+        mask: uint8 [T] of `LossMask` bits.
+        rule: `all` supervised tokens, those of the `last` turn, or `no-reasoning`.
+
+    Returns:
+        bool [T]. What the template supplies is never supervised: the target does not generate it.
+    """
+    if rule not in SUPERVISION_RULES:
+        raise ValueError(f"rule is {rule!r}, not one of {', '.join(SUPERVISION_RULES)}")
+    wanted = (mask & LossMask.SUPERVISED != 0) & (mask & LossMask.TEMPLATE == 0)
+    if rule == "last":
+        return wanted & (mask & (LossMask.LAST_TURN | LossMask.OTHER) != 0)
+    if rule == "no-reasoning":
+        return wanted & (mask & LossMask.REASONING == 0)
+    return wanted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One conversation of the plan; it lies whole in one pack."""
+
+    id: str
+    source: str
+    licence: str
+    content_hash: str
+    length: int  # tokens
+    supervised: int  # tokens with a SUPERVISED bit
+    pack: int
+    start: int  # first token inside the pack
+    held_out: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Which samples stand where, and which forward batches compute them.
+
+    `samples` is the training order. Unit u covers packs [u * unit_packs, (u + 1) * unit_packs);
+    `batches[u]` lists its batches as sample indices.
+    """
+
+    samples: list[Sample]
+    batches: list[list[list[int]]]
+    num_packs: int
+    num_held_out_packs: int
+    unit_packs: int
+    report: dict[str, Any] = field(default_factory=dict)
+
+    def pack_samples(self) -> list[list[int]]:
+        """Return the sample indices of every pack, in order of their start."""
+        packs: list[list[int]] = [[] for _ in range(self.num_packs)]
+        for index, sample in enumerate(self.samples):
+            packs[sample.pack].append(index)
+        for members in packs:
+            members.sort(key=lambda index: self.samples[index].start)
+        return packs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schema:
+    """Shapes and codecs of a store's arrays.
+
+    `pack_tokens` is rounded up to whole inner chunks, so ask the schema, not the option.
+    """
+
+    layers: tuple[int, ...]
+    hidden: int
+    vocab_size: int
+    pack_tokens: int
+    codec: str = "lossless"
+    teacher: str = "none"  # or "final": the state that lm_head consumes
+
+    def __post_init__(self) -> None:
+        codec_named(self.codec)
+        rounded = -(-self.pack_tokens // self.chunk_tokens) * self.chunk_tokens
+        object.__setattr__(self, "pack_tokens", rounded)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of an inner chunk: the power of two nearest 8 MiB, from 64 to a pack."""
+        exponent = round(np.log2(_CHUNK_BYTES / (2 * self.hidden)))
+        largest = 1 << (self.pack_tokens.bit_length() - 1)
+        return max(_MIN_CHUNK_TOKENS, min(1 << exponent, largest))
+
+    @property
+    def state_arrays(self) -> tuple[str, ...]:
+        """Names of the arrays that hold hidden states."""
+        return (FEATURES, FINAL) if self.teacher == "final" else (FEATURES,)
+
+    def array_json(self, name: str, num_packs: int) -> dict[str, Any]:
+        """Return the zarr.json of one array."""
+        t, c, k, h = self.pack_tokens, self.chunk_tokens, len(self.layers), self.hidden
+        if name == FEATURES:
+            shapes = (num_packs, k, t, h), (1, k, t, h), (1, 1, c, h)
+        elif name == FINAL:
+            shapes = (num_packs, t, h), (1, t, h), (1, c, h)
+        else:
+            shapes = (num_packs, t), (1, t), (1, t)
+        dtype = {TOKENS: "int32", LOSS_MASK: "uint8"}.get(name, "uint16")
+        codec = self.codec if name in (FEATURES, FINAL) else "raw"
+        return array_metadata(*shapes, dtype, codec_named(codec))
+
+    def num_chunks(self, name: str) -> int:
+        """Return the number of inner chunks of one shard."""
+        per_layer = self.pack_tokens // self.chunk_tokens
+        return {FEATURES: per_layer * len(self.layers), FINAL: per_layer}.get(name, 1)
+
+    def bytes_per_token(self) -> int:
+        """Return the raw size of one token's states, in bytes."""
+        return 2 * self.hidden * (len(self.layers) + (self.teacher == "final"))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+        return {**asdict(self), "layers": list(self.layers)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Schema":
+        """Read what `as_dict` wrote."""
+        return cls(**{**data, "layers": tuple(data["layers"])})
+
+
+def shard_key(array: str, pack: int) -> str:
+    """Return the object that holds one pack of one array."""
+    inner_axes = {FEATURES: 3, FINAL: 2}.get(array, 1)
+    return f"{array}/c/{pack}" + "/0" * inner_axes
+
+
+def commit_key(pack: int) -> str:
+    """Return the record that makes a pack exist."""
+    return f"{COMMIT}/{pack:08d}.json"
+
+
+def estimate_bytes(schema: Schema, plan: Plan) -> int:
+    """Return what the store will take on disk at most, in bytes, tokens and target apart."""
+    ratio = codec_named(schema.codec).ratio
+    tokens = sum(sample.length for sample in plan.samples)
+    states = int(tokens * schema.bytes_per_token() * ratio)
+    # Padding to 4 KiB and the zeros that fill the last inner chunk of a pack (they compress away).
+    chunks = plan.num_packs * sum(schema.num_chunks(a) for a in schema.state_arrays)
+    fill = schema.chunk_tokens * schema.hidden * 2 if schema.codec == "raw" else 0
+    last_chunks = plan.num_packs * fill * (len(schema.layers) + (schema.teacher == "final"))
+    return states + chunks * ALIGN_BYTES + last_chunks + plan.num_packs * schema.pack_tokens * 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What the group's zarr.json says."""
+
+    schema: Schema
+    identity: Identity
+    options: dict[str, Any]
+
+
+def read_header(blobs: Blobs, *, required: bool = True) -> Header | None:
+    """Read the root of a store.
+
+    Raises:
+        MissingStore: there is none (only when `required`).
+        BadInput: a newer format.
+    """
+    try:
+        group = json.loads(blobs.read(GROUP_KEY))
+        data = group["attributes"][ATTRIBUTE]
+    except (FileNotFoundError, NotADirectoryError, KeyError, TypeError, ValueError) as problem:
+        if not required and isinstance(problem, FileNotFoundError):
+            return None
+        raise MissingStore(
+            f"{blobs.url} holds no dflash-offline store (no readable {GROUP_KEY}); "
+            "give the --out of a dflash-extract run"
+        ) from None
+    if data["format"] != FORMAT:
+        raise BadInput(
+            f"{blobs.url} has store format {data['format']}, this version reads {FORMAT}; "
+            "install the version of dflash-offline that wrote it"
+        )
+    return Header(
+        schema=Schema.from_dict(data["schema"]),
+        identity=Identity.from_dict(data["identity"]),
+        options=data["options"],
+    )
+
+
+def read_plan(blobs: Blobs) -> tuple[Plan, dict[int, dict[str, Any]]]:
+    """Return the plan, and for each pack the sizes and checksums of its token arrays."""
+    files = {key.rpartition("/")[2]: blobs.read(key) for key in blobs.list(f"{PLAN}/0")}
+    fields, token_files = records.read_plan_files(files)
+    samples = [Sample(**row) for row in fields.pop("samples")]
+    return Plan(samples=samples, **fields), dict(enumerate(token_files))
+
+
+def group_json(schema: Schema, identity: Identity, options: Mapping[str, Any]) -> bytes:
+    """Return the root zarr.json."""
+    attributes = {
+        ATTRIBUTE: {
+            "format": FORMAT,
+            "schema": schema.as_dict(),
+            "identity": identity.as_dict(),
+            "options": dict(options),
+        }
+    }
+    return pretty_json({"zarr_format": 3, "node_type": "group", "attributes": attributes})
+
+
+def pretty_json(data: Mapping[str, Any]) -> bytes:
+    """Return metadata as the bytes that are stored."""
+    return json.dumps(data, indent=1).encode() + b"\n"

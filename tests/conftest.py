@@ -1,0 +1,149 @@
+"""Fixtures that several packages' tests share: a small store with random states."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from dflash_offline.common.identity import Identity
+from dflash_offline.common.store import LossMask, Plan, Sample, Schema
+from dflash_offline.common.store_writer import Store
+
+VOCAB, HIDDEN, LAYERS = 97, 64, (1, 3)
+TARGET_CONFIG = b"""{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"],
+ "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4,
+ "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97, "rms_norm_eps": 1e-6,
+ "rope_theta": 10000.0, "max_position_embeddings": 4096, "tie_word_embeddings": true}"""
+
+
+@dataclass
+class Corpus:
+    """Samples with random tokens and states, laid out in packs."""
+
+    schema: Schema
+    plan: Plan
+    identity: Identity
+    tokens: list[np.ndarray]
+    masks: list[np.ndarray]
+    features: list[np.ndarray]
+    final: list[np.ndarray]
+    target_files: dict[str, bytes]
+
+    def open(self, url: Path) -> Store:
+        return Store.create_or_resume(
+            str(url),
+            schema=self.schema,
+            identity=self.identity,
+            plan=self.plan,
+            tokens=self.tokens,
+            masks=self.masks,
+            target_files=self.target_files,
+            options={"note": "made by a test"},
+        )
+
+    def commit(self, store: Store, packs: range | list[int] | None = None) -> None:
+        for pack in range(self.plan.num_packs) if packs is None else packs:
+            members = store.pack_samples(pack)
+            features = np.concatenate([self.features[i] for i in members], axis=1)
+            final = np.concatenate([self.final[i] for i in members])
+            has_final = self.schema.teacher == "final"
+            store.commit_pack(pack, features, final if has_final else None)
+
+
+def random_bfloat16(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Standard normal values as bfloat16 bit patterns (truncated)."""
+    return (rng.standard_normal(shape, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def make_corpus(
+    *,
+    lengths: tuple[int, ...] = (40, 70, 25, 64, 90, 33),
+    pack_tokens: int = 128,
+    codec: str = "raw",
+    teacher: str = "none",
+    num_held_out: int = 1,
+    prompt_tokens: int = 8,
+    seed: int = 0,
+    source: str = "test",
+    layers: tuple[int, ...] = LAYERS,
+    hidden: int = HIDDEN,
+) -> Corpus:
+    """Cut random samples into packs; the last `num_held_out` of them are held out."""
+    rng = np.random.default_rng(seed)
+    samples: list[Sample] = []
+    pack, start = 0, 0
+    for index, length in enumerate(lengths):
+        held_out = index >= len(lengths) - num_held_out
+        if samples and (start + length > pack_tokens or held_out != samples[-1].held_out):
+            pack, start = pack + 1, 0
+        samples.append(
+            Sample(
+                id=f"{source}:{index}",
+                source=source,
+                licence="",
+                content_hash=f"{seed}-{index}",
+                length=length,
+                supervised=length - prompt_tokens,
+                pack=pack,
+                start=start,
+                held_out=held_out,
+            )
+        )
+        start += length
+    num_packs = pack + 1
+    plan = Plan(
+        samples=samples,
+        batches=[[[i for i, s in enumerate(samples) if s.pack == p]] for p in range(num_packs)],
+        num_packs=num_packs,
+        num_held_out_packs=len({s.pack for s in samples if s.held_out}),
+        unit_packs=1,
+        report={"rows": len(samples)},
+    )
+    masks = []
+    for length in lengths:
+        mask = np.zeros(length, np.uint8)
+        mask[prompt_tokens:] = LossMask.ASSISTANT | LossMask.LAST_TURN
+        mask[-1] = LossMask.END_OF_TURN | LossMask.LAST_TURN
+        masks.append(mask)
+    tensors = {
+        "embed_tokens.weight": rng.standard_normal((VOCAB, hidden), np.float32),
+        "norm.weight": np.ones(hidden, np.float32),
+    }
+    return Corpus(
+        schema=Schema(
+            layers=layers,
+            hidden=hidden,
+            vocab_size=VOCAB,
+            pack_tokens=pack_tokens,
+            codec=codec,
+            teacher=teacher,
+        ),
+        plan=plan,
+        identity=Identity(
+            target={"weights": "0" * 8, "layers": ",".join(map(str, layers))},
+            store={"codec": codec, "pack_tokens": pack_tokens},
+            plan={"seed": seed, "sources": source},
+        ),
+        tokens=[rng.integers(0, VOCAB - 1, n).astype(np.int32) for n in lengths],
+        masks=masks,
+        features=[random_bfloat16(rng, (len(layers), n, hidden)) for n in lengths],
+        final=[random_bfloat16(rng, (n, hidden)) for n in lengths],
+        target_files={"config.json": TARGET_CONFIG, "tensors.safetensors": save(tensors)},
+    )
+
+
+@pytest.fixture
+def corpus_maker():
+    """`make_corpus`, for tests that choose lengths, codec or teacher."""
+    return make_corpus
+
+
+@pytest.fixture
+def small_store(tmp_path: Path) -> tuple[str, Corpus]:
+    """A complete raw store of six short samples, one held out, with the corpus it holds."""
+    corpus = make_corpus()
+    with corpus.open(tmp_path / "store") as store:
+        corpus.commit(store)
+    return str(tmp_path / "store"), corpus
