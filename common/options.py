@@ -35,6 +35,7 @@ def option(
     required: bool = False,
     secret: bool = False,
     metavar: str | None = None,
+    argument: bool = False,
 ) -> Any:
     """Declare one field of a command's dataclass together with its command line option.
 
@@ -48,6 +49,7 @@ def option(
         required: no default; leaving it out is bad input.
         secret: masked wherever the configuration is printed or saved.
         metavar: what stands for the value in `--help`.
+        argument: positional, without dashes; always required.
     """
     metadata = {
         "help": help,
@@ -57,8 +59,9 @@ def option(
         "required": required,
         "secret": secret,
         "metavar": metavar,
+        "argument": argument,
     }
-    if required:
+    if required or argument:
         return dataclasses.field(metadata=metadata)
     if multiple:
         return dataclasses.field(default=tuple(default or ()), metadata=metadata)
@@ -66,7 +69,12 @@ def option(
 
 
 def command(config: type, *, name: str, help: str, run: str) -> Callable[..., None]:
-    """Make the entry point of a command.
+    """Make the entry point of a command; see `click_command` for the arguments."""
+    return entry_point(click_command(config, name=name, help=help, run=run))
+
+
+def click_command(config: type, *, name: str, help: str, run: str) -> click.Command:
+    """Make a click command from a dataclass.
 
     Args:
         config: frozen keyword-only dataclass whose fields are declared with `option`.
@@ -81,17 +89,16 @@ def command(config: type, *, name: str, help: str, run: str) -> Callable[..., No
         module, function = run.split(":")
         getattr(importlib.import_module(module), function)(config(**given))
 
-    cli = click.Command(
+    return click.Command(
         name,
-        params=[*parameters, _config_file_option(config), _version_option(name)],
+        params=[*parameters, _config_file_option(config), version_option(name)],
         callback=body,
         help=help,
-        context_settings=_CONTEXT,
+        context_settings=CONTEXT,
     )
-    return entry_point(cli)
 
 
-_CONTEXT = {"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 100}
+CONTEXT = {"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 100}
 
 
 def entry_point(cli: click.Command) -> Callable[..., None]:
@@ -201,8 +208,10 @@ def _names(field: dataclasses.Field) -> tuple[str, ...]:
     return field.metadata["names"] or (f"--{field.name.replace('_', '-')}",)
 
 
-def _click_option(field: dataclasses.Field) -> click.Option:
+def _click_option(field: dataclasses.Field) -> click.Parameter:
     meta = field.metadata
+    if meta["argument"]:
+        return click.Argument([field.name], type=meta["type"], metavar=meta["metavar"])
     is_flag = isinstance(field.default, bool)
     extra: dict[str, Any] = {}
     if is_flag:
@@ -254,7 +263,9 @@ def _config_file_option(config: type) -> click.Option:
     )
 
 
-def _version_option(name: str) -> click.Option:
+def version_option(name: str) -> click.Option:
+    """Return the `--version` option of a command."""
+
     def show(context: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
         if wanted:
             click.echo(f"{name} {importlib.metadata.version('dflash-offline')}")
