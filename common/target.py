@@ -1,0 +1,404 @@
+"""The frozen target model: where its checkpoint lies, how it is loaded, which layers are captured.
+
+Transformers' classes disagree about names (`norm`, `final_layernorm`), nesting (text part of a
+multimodal model) and config keys (logit and embedding scales); this is the one module that knows.
+Letters: T tokens, K captured layers, H hidden, V vocabulary, N decoder layers.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    GgufConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from dflash_offline.common.checkpoint_files import Checkpoint, find_checkpoint, sampled_digest
+from dflash_offline.common.errors import BadInput
+
+_NORM_NAMES = ("norm", "final_layernorm", "final_norm", "ln_f", "norm_f")
+_LAYERS_NAMES = ("layers", "h", "blocks")
+
+
+def load_config(
+    target: str | Path, revision: str | None = None, *, trust_remote_code: bool = False
+) -> PreTrainedConfig:
+    """Return the text part of a checkpoint's configuration; reads no weights.
+
+    Raises:
+        BadInput: no checkpoint there, or one that transformers does not know.
+    """
+    checkpoint = find_checkpoint(target, revision, trust_remote_code=trust_remote_code)
+    return _full_config(checkpoint).get_text_config(decoder=True)
+
+
+def load_tokenizer(
+    target: str | Path, revision: str | None = None, *, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """Load a checkpoint's tokenizer (from the GGUF file itself where the target is one).
+
+    Raises:
+        BadInput: no checkpoint there, one without a tokenizer, or a tokenizer that cannot give
+            character offsets.
+    """
+    checkpoint = find_checkpoint(target, revision, trust_remote_code=trust_remote_code)
+    with _refusing(checkpoint, "tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint.where, **checkpoint.load_arguments())
+    if not tokenizer.is_fast:
+        raise BadInput(
+            f"--target {target} has a {type(tokenizer).__name__}, which gives no character "
+            "offsets; use a checkpoint with a tokenizer.json"
+        )
+    return tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A loaded target; `base` makes states, and only `own_logits` ever makes logits.
+
+    Attributes:
+        base: decoder without head; called with `input_ids` it returns `last_hidden_state`
+            [batch, T, H], the final state (post final norm).
+        causal: the model with its head. When loaded with `head=False`, an untied head waits in
+            host memory, so that no call of `base` can reach it.
+        config: text configuration.
+        layers: the N decoder layers.
+        logit_softcap: `c` of `c * tanh(logits / c)`, or None.
+        logit_scale: factor on `head(final)`, before the soft-cap.
+        embedding_scale: factor on embedding rows before the first layer.
+    """
+
+    checkpoint: Checkpoint
+    base: nn.Module
+    causal: PreTrainedModel
+    config: PreTrainedConfig
+    layers: nn.ModuleList
+    embed_tokens: nn.Embedding
+    final_norm: nn.Module
+    generation_config: GenerationConfig
+    device: torch.device
+    dtype: torch.dtype
+    logit_softcap: float | None
+    logit_scale: float
+    embedding_scale: float
+    tied: bool
+    _memo: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers, N."""
+        return len(self.layers)
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of a state, H."""
+        return self.embed_tokens.weight.shape[1]
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding table, V; may exceed the tokenizer's vocabulary."""
+        return self.embed_tokens.weight.shape[0]
+
+    @property
+    def lm_head(self) -> nn.Module:
+        """The module whose weight multiplies the final state."""
+        return self.causal.get_output_embeddings()
+
+    def head_weight(self) -> torch.Tensor:
+        """Return the head's weight [V, H]; the embedding itself when they are tied."""
+        return self.embed_tokens.weight if self.tied else self.lm_head.weight
+
+    def embed_weight(self) -> torch.Tensor:
+        """Return the embedding table [V, H], without `embedding_scale`."""
+        return self.embed_tokens.weight
+
+    def head_logits(self, final: torch.Tensor) -> torch.Tensor:
+        """Return logits [rows, V] in fp32 of final states [rows, H], scale and soft-cap applied."""
+        weight = self.head_weight().to(final.device)
+        logits = (final.to(weight.dtype) @ weight.T).float() * self.logit_scale
+        if self.logit_softcap is not None:
+            logits = self.logit_softcap * torch.tanh(logits / self.logit_softcap)
+        return logits
+
+    @torch.inference_mode()
+    def own_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return the model's own logits [batch, T, V] for `input_ids` [batch, T].
+
+        An untied head that waits in host memory comes to the device for this call.
+        """
+        head = self.lm_head
+        waits_at = next(head.parameters()).device
+        head.to(self.device)
+        try:
+            return self.causal(input_ids=input_ids.to(self.device), use_cache=False).logits
+        finally:
+            head.to(waits_at)
+
+    def weight_digest(self) -> str:
+        """Return a digest of names, shapes, sizes and a fixed sample of bytes of the weights."""
+        if "digest" not in self._memo:
+            self._memo["digest"] = sampled_digest(self.checkpoint)
+        return self._memo["digest"]
+
+
+def load_target(
+    target: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    revision: str | None = None,
+    head: bool,
+    trust_remote_code: bool = False,
+    attention: str | None = None,
+) -> Target:
+    """Load a target in evaluation mode, without gradients.
+
+    Args:
+        target: GGUF file, Hugging Face folder or hub id.
+        dtype: of weights and states.
+        device: where the decoder goes.
+        revision: branch, tag or commit of a hub id.
+        head: whether the head is on the device too (generation, evaluation). Without, only `base`
+            is, and an untied head stays in host memory.
+        trust_remote_code: whether code shipped with the checkpoint may run.
+        attention: transformers' `attn_implementation`; its own choice when None.
+
+    Raises:
+        BadInput: no checkpoint there, or one that cannot serve as a target.
+    """
+    checkpoint = find_checkpoint(target, revision, trust_remote_code=trust_remote_code)
+    extra: dict[str, Any] = {"attn_implementation": attention} if attention else {}
+    if checkpoint.gguf_file:
+        extra["quantization_config"] = GgufConfig(dequantize=True)
+    with _refusing(checkpoint, "weights"):
+        causal = AutoModelForCausalLM.from_pretrained(
+            checkpoint.where,
+            config=_full_config(checkpoint),
+            dtype=dtype,
+            **checkpoint.load_arguments(),
+            **extra,
+        )
+    causal.eval().requires_grad_(False)
+    _drop_other_modalities(causal)
+    return _describe(checkpoint, causal, device=torch.device(device), dtype=dtype, head=head)
+
+
+def _describe(
+    checkpoint: Checkpoint,
+    causal: PreTrainedModel,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    head: bool,
+) -> Target:
+    config = causal.config.get_text_config(decoder=True)
+    base, lm_head = causal.get_decoder(), causal.get_output_embeddings()
+    if lm_head is None or lm_head.weight.shape[1] != config.hidden_size:
+        raise BadInput(
+            f"--target {checkpoint.given} is a {type(causal).__name__}, whose head is not one "
+            "matrix over the final state; use a causal language model"
+        )
+    if lm_head.bias is not None:
+        raise BadInput(
+            f"--target {checkpoint.given} has a bias on its lm_head, which drafters cannot share; "
+            "use a target without"
+        )
+    embed_tokens = base.get_input_embeddings()
+    tied = lm_head.weight.data_ptr() == embed_tokens.weight.data_ptr()
+    base.to(device)
+    if head or tied:
+        causal.to(device)
+    return Target(
+        checkpoint=checkpoint,
+        base=base,
+        causal=causal,
+        config=config,
+        layers=_decoder_layers(base, config.num_hidden_layers, checkpoint),
+        embed_tokens=embed_tokens,
+        final_norm=_final_norm(base, checkpoint),
+        generation_config=causal.generation_config or GenerationConfig.from_model_config(config),
+        device=device,
+        dtype=dtype,
+        logit_softcap=_config_value(config, "final_logit_softcapping"),
+        logit_scale=_logit_scale(config),
+        embedding_scale=_embedding_scale(embed_tokens, config),
+        tied=tied,
+    )
+
+
+class Capture:
+    """Keep the outputs of chosen decoder layers of one forward at a time.
+
+    ```python
+    with Capture(target, (1, 9, 17)) as capture:
+        final = target.base(input_ids=ids, use_cache=False).last_hidden_state
+        states = capture.take()  # three tensors [batch, T, H]
+    ```
+    """
+
+    def __init__(self, target: Target, layers: tuple[int, ...]) -> None:
+        self.layers = layers
+        self._modules = [target.layers[i] for i in layers]
+        self._states: dict[int, torch.Tensor] = {}
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> "Capture":
+        for layer, module in zip(self.layers, self._modules, strict=True):
+            self._handles.append(module.register_forward_hook(self._hook(layer)))
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._states.clear()
+
+    def _hook(self, layer: int):
+        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            self._states[layer] = output[0] if isinstance(output, tuple) else output
+
+        return keep
+
+    def take(self) -> list[torch.Tensor]:
+        """Hand over the K states [batch, T, H] of the last forward, in layer order, and forget them."""
+        missing = [layer for layer in self.layers if layer not in self._states]
+        assert not missing, f"no forward ran through layers {missing} since the last take"
+        states = [self._states[layer] for layer in self.layers]
+        self._states.clear()
+        return states
+
+
+def resolve_layers(layers: str, num_layers: int) -> tuple[int, ...]:
+    """Return the ids that `auto:K` or a comma-separated list means for `num_layers` layers.
+
+    Id i is the output of decoder layer i. `auto:K` spreads K ids from layer 1 to N-3 (`N // 2` for
+    K = 1).
+
+    Raises:
+        BadInput: unknown spelling, an id outside 0 … N-2, the last layer, or a repeated id.
+    """
+    allowed = f"allowed are distinct ids from 0 to {num_layers - 2}, or auto:K"
+    automatic = re.fullmatch(r"auto:([0-9]+)", layers.strip())
+    if automatic:
+        count = int(automatic[1])
+        ids = _spread(count, num_layers)
+        if count < 1 or len(set(ids)) < count or min(ids) < 0 or max(ids) > num_layers - 2:
+            raise BadInput(
+                f"--layers {layers} gives no {count} distinct layers of this target's {num_layers}; "
+                f"{allowed}; ask for fewer, or list them"
+            )
+        return ids
+    if not re.fullmatch(r"-?[0-9]+(,-?[0-9]+)*", layers.replace(" ", "")):
+        raise BadInput(f"--layers {layers} is not a list of layer ids; {allowed}, as in 1,9,17")
+    ids = tuple(int(each) for each in layers.split(","))
+    if num_layers - 1 in ids:
+        raise BadInput(
+            f"--layers {layers} has {num_layers - 1}, the last layer, whose state serving engines "
+            f"cannot capture before the final norm; {allowed}; --teacher final keeps the final state"
+        )
+    if outside := [each for each in ids if not 0 <= each <= num_layers - 2]:
+        raise BadInput(
+            f"--layers {layers} has {outside[0]}, which this target of {num_layers} layers does not "
+            f"have; {allowed}"
+        )
+    if len(set(ids)) < len(ids):
+        raise BadInput(f"--layers {layers} repeats an id; {allowed}; name each once")
+    return ids
+
+
+def _spread(count: int, num_layers: int) -> tuple[int, ...]:
+    if count <= 1:
+        return (num_layers // 2,)
+    return tuple(round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count))
+
+
+def _full_config(checkpoint: Checkpoint) -> PreTrainedConfig:
+    with _refusing(checkpoint, "config"):
+        return AutoConfig.from_pretrained(checkpoint.where, **checkpoint.load_arguments())
+
+
+@contextmanager
+def _refusing(checkpoint: Checkpoint, part: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError, ImportError) as problem:
+        reason = str(problem).strip().split("\n")[0]
+        raise BadInput(
+            f"--target {checkpoint.given}: its {part} cannot be loaded ({reason}); give a GGUF "
+            "file, a Hugging Face folder or a hub id of a causal language model"
+        ) from problem
+
+
+def _drop_other_modalities(causal: PreTrainedModel) -> None:
+    """Free the towers of a multimodal checkpoint; its text part never reads them."""
+    base = causal.get_decoder()
+    kept = {
+        id(module) for root in (base, causal.get_output_embeddings()) for module in root.modules()
+    }
+    kept |= {id(module) for module in causal.modules() if _contains(module, base)}
+    for module in causal.modules():
+        if id(module) not in kept and next(module.parameters(recurse=False), None) is not None:
+            module.to("meta")
+
+
+def _contains(module: nn.Module, part: nn.Module) -> bool:
+    return any(each is part for each in module.modules())
+
+
+def _decoder_layers(base: nn.Module, count: int, checkpoint: Checkpoint) -> nn.ModuleList:
+    for name in _LAYERS_NAMES:
+        layers = dict(base.named_children()).get(name)
+        if isinstance(layers, nn.ModuleList) and len(layers) == count:
+            return layers
+    raise BadInput(
+        f"--target {checkpoint.given} is a {type(base).__name__} without a list of {count} decoder "
+        f"layers called {', '.join(_LAYERS_NAMES)}; use a decoder-only target"
+    )
+
+
+def _final_norm(base: nn.Module, checkpoint: Checkpoint) -> nn.Module:
+    children = dict(base.named_children())
+    for name in _NORM_NAMES:
+        if name in children:
+            return children[name]
+    raise BadInput(
+        f"--target {checkpoint.given} is a {type(base).__name__} without a final norm called "
+        f"{', '.join(_NORM_NAMES)}; use a decoder-only target"
+    )
+
+
+def _config_value(config: PreTrainedConfig, name: str) -> Any:
+    """Return a key that only some families have, or None."""
+    return getattr(config, name, None)
+
+
+def _logit_scale(config: PreTrainedConfig) -> float:
+    if (divisor := _config_value(config, "logits_scaling")) is not None:
+        # HyperCLOVA X multiplies by the key that Granite divides by.
+        return float(divisor) if config.model_type == "hyperclovax" else 1.0 / float(divisor)
+    # Cohere's key, then Falcon-H1's.
+    for name in ("logit_scale", "lm_head_multiplier"):
+        if (factor := _config_value(config, name)) is not None:
+            return float(factor)
+    return 1.0
+
+
+def _embedding_scale(embed_tokens: nn.Embedding, config: PreTrainedConfig) -> float:
+    # Gemma's embedding module scales by itself, in the weight's precision; Granite's and
+    # Falcon-H1's models scale what it returns.
+    own = getattr(embed_tokens, "embed_scale", None)
+    if own is not None:
+        return float(torch.as_tensor(own).to(embed_tokens.weight.dtype))
+    return float(_config_value(config, "embedding_multiplier") or 1.0)
