@@ -1,0 +1,137 @@
+"""What the documents tell a reader to type works: their commands and code run in order.
+
+Blocks marked `console` hold commands behind `$ `; the lines between are what they print, and are
+not compared. `python` blocks run as they stand. Every page runs in a folder of its own; the pages
+after the quickstart go on where it ends. The target is a tiny random model behind `$TARGET`.
+"""
+
+import importlib
+import os
+import re
+import shlex
+import shutil
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+PAGES = sorted(DOCS.glob("*.md"))
+CONSOLE_PAGES = ["extraction.md", "training.md", "evaluation.md"]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """Return the fenced blocks of one language, in order."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def commands(page: Path) -> Iterator[str]:
+    """Yield the commands of a page's console blocks, continuation lines joined."""
+    for block in blocks(page, "console"):
+        for line in block.replace("\\\n", " ").splitlines():
+            if line.startswith("$ "):
+                yield line.removeprefix("$ ")
+
+
+def run_command(line: str) -> None:
+    """Run one of our commands in this process; its exit code must be 0."""
+    name, *args = shlex.split(os.path.expandvars(line), comments=True)
+    module, _, function = SCRIPTS[name].partition(":")
+    with pytest.raises(SystemExit) as end:
+        getattr(importlib.import_module(module), function)(args)
+    assert not end.value.code, line
+
+
+def run_page(name: str) -> int:
+    """Run a page's commands in the working directory; return how many there were."""
+    lines = list(commands(DOCS / name))
+    for line in lines:
+        run_command(line)
+    return len(lines)
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Iterator[Path]:
+    """A folder in which the quickstart has been followed."""
+    folder = tmp_path_factory.mktemp("docs")
+    (folder / "demo").mkdir()
+    for name in ("prompts.jsonl", "heldout.jsonl"):
+        # A few prompts are enough to run every command.
+        lines = (ROOT / "demo" / name).read_text().splitlines(keepends=True)[::8]
+        (folder / "demo" / name).write_text("".join(lines))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TARGET", str(tiny_target))
+        patch.chdir(folder)
+        assert run_page("quickstart.md") > 0
+        yield folder
+
+
+@pytest.mark.slow
+def test_quickstart(workspace: Path):
+    assert (workspace / "run" / "report.html").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONSOLE_PAGES)
+def test_page(name: str, workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    shutil.copytree(workspace, tmp_path / "work")
+    monkeypatch.chdir(tmp_path / "work")
+    assert run_page(name) > 0
+
+
+@pytest.mark.filterwarnings("ignore")  # zarr-python warns about its own future defaults
+@pytest.mark.parametrize("codec", ["raw", "lossless"])
+def test_store_format_code(codec, corpus_maker, tmp_path, monkeypatch, capsys):
+    corpus = corpus_maker(codec=codec)
+    with corpus.open(tmp_path / "cache") as store:
+        corpus.commit(store)
+    monkeypatch.chdir(tmp_path)
+    (code,) = blocks(DOCS / "store-format.md", "python")
+    values: dict = {}
+    exec(code, values)
+    last = corpus.features[-1]
+    assert (values["features"].view("uint32") >> 16 == last).all()
+    assert capsys.readouterr().out.splitlines()[0] == str(list(corpus.schema.layers))
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path):
+    text = page.read_text()
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith(("http://", "https://")):
+            continue
+        file, _, heading = link.partition("#")
+        there = page.parent / file if file else page
+        assert there.exists(), link
+        if heading:
+            slugs = {
+                re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-")
+                for title in re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
+            }
+            assert heading in slugs, link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_console_blocks_are_run(page: Path):
+    """A page with console blocks is among those that are run, and its commands are ours."""
+    lines = list(commands(page))
+    if lines:
+        assert page.name in ["quickstart.md", *CONSOLE_PAGES]
+    for line in lines:
+        assert shlex.split(line)[0] in SCRIPTS, line
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_readme_tree_is_complete():
+    """Every module stands in the README's file tree, and nothing else does."""
+    text = (ROOT / "README.md").read_text()
+    for folder in ("common", "extract", "kernels", "train"):
+        (block,) = re.findall(rf"^{folder}/\n((?:  .*\n)+)", text, re.MULTILINE)
+        named = set(re.findall(r"^  (\w+\.py)", block, re.MULTILINE))
+        assert named == {path.name for path in (ROOT / folder).glob("*.py")}
