@@ -10,40 +10,25 @@ Letters: T context tokens, A anchors, B block size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class TileTables:
-    """Work items of the three kernels for one tiling, heaviest first.
+@dataclass(frozen=True, kw_only=True)
+class BlockTables:
+    """What `block_attention` needs to know about anchors; made by `build_tables`.
+
+    `host_lo` and `host_hi` stay on the CPU; everything else is where the kernels read it. Work items
+    are listed heaviest first, one table for each group or tile size:
 
     groups: int32 [num_groups, 2], first anchor and number of anchors; never across documents.
     tiles: int32 [num_tiles, 5]: first token, end token, first anchor whose context reaches into the
         tile, end anchor (of the document), first anchor that sees the whole tile. Tiles partition
         [0, T); one that no anchor sees has an empty range.
-    """
-
-    groups: Tensor
-    tiles: Tensor
-
-    @property
-    def num_groups(self) -> int:
-        return self.groups.shape[0]
-
-    @property
-    def num_tiles(self) -> int:
-        return self.tiles.shape[0]
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockTables:
-    """What `block_attention` needs to know about anchors; made by `build_tables`.
-
-    `host_lo` and `host_hi` stay on the CPU; `lo` and `hi` are where the kernels read them.
     """
 
     block_size: int
@@ -52,65 +37,56 @@ class BlockTables:
     host_hi: Tensor  # int32 [A], CPU
     lo: Tensor  # int32 [A]
     hi: Tensor  # int32 [A]
-    tilings: dict[tuple[int, int], TileTables] = field(default_factory=dict)
+    groups_by_size: dict[int, Tensor] = field(default_factory=dict)
+    tiles_by_size: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def num_anchors(self) -> int:
         return self.host_lo.shape[0]
 
-    @property
-    def device(self) -> torch.device:
-        return self.lo.device
-
     def to(self, device, *, non_blocking: bool = True) -> BlockTables:
-        """Copy to `device`; a few kB, from page-locked memory if `pin_memory` was called."""
-        return BlockTables(
-            block_size=self.block_size,
-            num_ctx=self.num_ctx,
-            host_lo=self.host_lo,
-            host_hi=self.host_hi,
-            lo=self.lo.to(device, non_blocking=non_blocking),
-            hi=self.hi.to(device, non_blocking=non_blocking),
-            tilings={
-                key: TileTables(
-                    tiling.groups.to(device, non_blocking=non_blocking),
-                    tiling.tiles.to(device, non_blocking=non_blocking),
-                )
-                for key, tiling in self.tilings.items()
-            },
-        )
+        """Copy to `device`: a few kB, without waiting for it where `pin_memory` was called."""
+        return self._map(lambda x: x.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> BlockTables:
-        """Copy to page-locked memory, so that `.to` does not wait for the device."""
-        return BlockTables(
-            block_size=self.block_size,
-            num_ctx=self.num_ctx,
-            host_lo=self.host_lo,
-            host_hi=self.host_hi,
-            lo=self.lo.pin_memory(),
-            hi=self.hi.pin_memory(),
-            tilings={
-                key: TileTables(tiling.groups.pin_memory(), tiling.tiles.pin_memory())
-                for key, tiling in self.tilings.items()
-            },
+        """Copy to page-locked memory."""
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, move: Callable[[Tensor], Tensor]) -> BlockTables:
+        return replace(
+            self,
+            lo=move(self.lo),
+            hi=move(self.hi),
+            groups_by_size={size: move(x) for size, x in self.groups_by_size.items()},
+            tiles_by_size={size: move(x) for size, x in self.tiles_by_size.items()},
         )
 
-    def tiling(self, anchors_per_group: int, tile_tokens: int) -> TileTables:
-        """Return the work items of one tiling, built on first use and kept."""
-        key = (anchors_per_group, tile_tokens)
-        if key not in self.tilings:
-            lo, hi = self.host_lo.numpy(), self.host_hi.numpy()
-            groups = _groups(lo, hi, anchors_per_group)
-            tiles = _tiles(lo, hi, tile_tokens, self.num_ctx)
-            self.tilings[key] = TileTables(
-                torch.from_numpy(groups).to(self.device, non_blocking=True),
-                torch.from_numpy(tiles).to(self.device, non_blocking=True),
-            )
-        return self.tilings[key]
+    def groups(self, anchors: int) -> Tensor:
+        """Return the groups of at most `anchors` anchors; built here if not prepared."""
+        if anchors not in self.groups_by_size:
+            table = _groups(self.host_lo.numpy(), self.host_hi.numpy(), anchors)
+            self.groups_by_size[anchors] = self._place(table)
+        return self.groups_by_size[anchors]
+
+    def tiles(self, tokens: int) -> Tensor:
+        """Return the context tiles of at most `tokens` tokens; built here if not prepared."""
+        if tokens not in self.tiles_by_size:
+            table = _tiles(self.host_lo.numpy(), self.host_hi.numpy(), tokens, self.num_ctx)
+            self.tiles_by_size[tokens] = self._place(table)
+        return self.tiles_by_size[tokens]
+
+    def _place(self, table: np.ndarray) -> Tensor:
+        return torch.from_numpy(table).to(self.lo.device, non_blocking=True)
 
 
 def build_tables(
-    lo, hi, *, block_size: int, num_ctx: int, tilings: tuple[tuple[int, int], ...] = ()
+    lo,
+    hi,
+    *,
+    block_size: int,
+    num_ctx: int,
+    group_sizes: tuple[int, ...] = (),
+    tile_sizes: tuple[int, ...] = (),
 ) -> BlockTables:
     """Build the tables of one pass over `A` anchors, on the CPU.
 
@@ -120,16 +96,16 @@ def build_tables(
             empty context has hi = lo; rows that only pad a batch use lo = hi = num_ctx.
         block_size: slots in a block, 2 to 64.
         num_ctx: T, context tokens in the pass.
-        tilings: (anchors in a group, tokens in a tile) to prepare now rather than at first use;
-            `block_attention.tiling_of` names the one a model needs.
+        group_sizes, tile_sizes: what to prepare now, in the loader, rather than at first use;
+            `block_attention.table_sizes` names those that a model needs.
 
     Raises:
         ValueError: anchors are not sorted by (lo, hi), or leave [0, T], or two documents overlap.
     """
-    lo = np.ascontiguousarray(np.asarray(lo), dtype=np.int32)
-    hi = np.ascontiguousarray(np.asarray(hi), dtype=np.int32)
+    lo = np.array(lo, dtype=np.int32)
+    hi = np.array(hi, dtype=np.int32)
     _check(lo, hi, block_size, num_ctx)
-    host_lo, host_hi = torch.from_numpy(lo.copy()), torch.from_numpy(hi.copy())
+    host_lo, host_hi = torch.from_numpy(lo), torch.from_numpy(hi)
     tables = BlockTables(
         block_size=block_size,
         num_ctx=num_ctx,
@@ -138,8 +114,10 @@ def build_tables(
         lo=host_lo,
         hi=host_hi,
     )
-    for anchors_per_group, tile_tokens in tilings:
-        tables.tiling(anchors_per_group, tile_tokens)
+    for size in group_sizes:
+        tables.groups(size)
+    for size in tile_sizes:
+        tables.tiles(size)
     return tables
 
 

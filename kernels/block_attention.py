@@ -1,17 +1,271 @@
 """Attention of anchored blocks to the context before their anchor and to themselves.
 
-Plain PyTorch twin: `reference.block_attention`. Tables: `attention_tables`. docs/kernels.md, "Block
-attention", has the formulas, the tiling and what was measured.
+Plain PyTorch twin: `reference.block_attention`. Kernels: `attention_kernels`; tables:
+`attention_tables`. docs/kernels.md, "Block attention", has formulas, tiling and measurements.
+
+Letters: T context tokens, A anchors, B block size, N = A * B rows, Hq and Hkv heads, R = Hq / Hkv,
+D head dimension.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
-from dflash_offline.kernels import reference
+from dflash_offline.kernels import attention_kernels, reference
 from dflash_offline.kernels.attention_tables import BlockTables, build_tables
+from dflash_offline.kernels.optional_triton import HAS_TRITON, is_interpreted, use_triton
 
-__all__ = ["BlockTables", "block_attention", "build_tables"]
+if HAS_TRITON:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+__all__ = ["BlockTables", "block_attention", "build_tables", "table_sizes", "warm_up"]
+
+HEAD_DIMS = (64, 96, 128, 256)
+LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Tile of one kernel: rows of queries, tokens of context, warps, pipeline stages, copy engine."""
+
+    rows: int
+    tokens: int
+    warps: int
+    stages: int
+    tma: bool = False
+
+
+@dataclass(frozen=True)
+class Launches:
+    """What the three kernels are launched with."""
+
+    fwd: Launch
+    dq: Launch
+    dkv: Launch
+
+
+# By device and head dimension rounded up to a power of two, for elements of 2 bytes.
+LAUNCHES: dict[tuple[str, int], Launches] = {
+    ("hopper", 64): Launches(Launch(128, 128, 8, 3), Launch(128, 64, 8, 3), Launch(64, 128, 8, 2)),
+    ("hopper", 128): Launches(Launch(128, 128, 8, 2), Launch(128, 64, 8, 2), Launch(64, 128, 8, 2)),
+    ("hopper", 256): Launches(Launch(128, 64, 8, 2), Launch(64, 32, 8, 2), Launch(32, 64, 8, 2)),
+    # Small enough for 99 kB of shared memory.
+    ("other", 64): Launches(Launch(128, 64, 4, 2), Launch(64, 64, 4, 2), Launch(64, 64, 4, 2)),
+    ("other", 128): Launches(Launch(64, 64, 4, 2), Launch(64, 32, 4, 2), Launch(32, 64, 4, 2)),
+    ("other", 256): Launches(Launch(64, 32, 8, 1), Launch(32, 16, 4, 1), Launch(16, 32, 4, 1)),
+}
+# Elements of 4 bytes are for checks, not for speed.
+LAUNCH_4_BYTES = Launches(Launch(32, 32, 4, 1), Launch(32, 16, 4, 1), Launch(16, 32, 4, 1))
+LAUNCH_INTERPRETED = Launches(Launch(32, 16, 1, 1), Launch(32, 16, 1, 1), Launch(16, 16, 1, 1))
+
+
+def _launches(q: Tensor, head_dim: int) -> Launches:
+    if is_interpreted():
+        return LAUNCH_INTERPRETED
+    if q.element_size() == 4:
+        return LAUNCH_4_BYTES
+    arch = "hopper" if torch.cuda.get_device_capability(q.device)[0] == 9 else "other"
+    return LAUNCHES[arch, _power_of_two(head_dim)]
+
+
+def _power_of_two(x: int) -> int:
+    return 1 << (x - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class RowTile:
+    """How blocks of `block_size` slots with `ratio` rows each are laid into tiles of rows."""
+
+    anchors: int  # in a group
+    slots: int  # of a group in one tile
+    chunks: int  # tiles that a group takes
+
+    @classmethod
+    def of(cls, rows: int, ratio: int, block_size: int) -> RowTile:
+        slots = rows // ratio
+        if slots >= block_size:
+            return cls(slots // block_size, slots // block_size * block_size, 1)
+        return cls(1, slots, -(-block_size // slots))
+
+
+def table_sizes(q: Tensor, *, num_kv_heads: int, block_size: int) -> dict[str, tuple[int, ...]]:
+    """Name the group and tile sizes that `build_tables` can prepare for queries like `q`."""
+    launches = _launches(q, q.shape[-1])
+    ratio = q.shape[1] // num_kv_heads
+    rows = (launches.fwd.rows, launches.dq.rows)
+    groups = {RowTile.of(r, ratio, block_size).anchors for r in rows}
+    return {"group_sizes": tuple(sorted(groups)), "tile_sizes": (launches.dkv.tokens,)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What one call of the op fixes beside its tensors."""
+
+    tables: BlockTables
+    window: int  # 0 for none
+    causal: bool
+    scale: float
+
+    def constants(self, q: Tensor, k: Tensor, launch: Launch) -> dict:
+        """Return what every kernel is compiled for: the model and the tile, never a run-time size."""
+        heads, dim = q.shape[1:]
+        return {
+            "STRIDE_Q": q.stride(0),
+            "HQ": heads,
+            "HKV": k.shape[1],
+            "R": heads // k.shape[1],
+            "B": self.tables.block_size,
+            "D": dim,
+            "WINDOW": self.window,
+            "BLOCK_M": launch.rows,
+            "BLOCK_N": launch.tokens,
+            "BLOCK_D": _power_of_two(dim),
+            "PRECISION": "ieee" if q.element_size() == 4 else "tf32",
+            "num_warps": launch.warps,
+            "num_stages": launch.stages,
+        }
+
+
+def _group_constants(call: Call, q, k_ctx, v_ctx, k_own, v_own, launch: Launch) -> dict:
+    """Return what the two kernels that work on groups are compiled for."""
+    constants = call.constants(q, k_ctx, launch)
+    tile = RowTile.of(launch.rows, constants["R"], constants["B"])
+    return constants | {
+        "STRIDE_K": k_ctx.stride(0),
+        "STRIDE_V": v_ctx.stride(0),
+        "STRIDE_KO": k_own.stride(0),
+        "STRIDE_VO": v_own.stride(0),
+        "SLOTS": tile.slots,
+        "CHUNKS": tile.chunks,
+        "CAUSAL": call.causal,
+        "BLOCK_C": max(16, _power_of_two(tile.anchors * constants["B"])),
+        "TMA": _copy_engine(launch, k_ctx),
+    }
+
+
+def _copy_engine(launch: Launch, x: Tensor) -> bool:
+    # A box of the copy engine is a power of two wide, and its tensor must not be empty.
+    return launch.tma and x.shape[0] > 0 and x.shape[-1] == _power_of_two(x.shape[-1])
+
+
+def _source(x: Tensor, launch: Launch):
+    """Return what the kernels load context tokens [T, Hkv, D] from."""
+    if not _copy_engine(launch, x):
+        return x
+    shape = [x.shape[0], x.shape[1] * x.shape[2]]
+    return TensorDescriptor(x, shape, [x.stride(0), 1], [launch.tokens, x.shape[2]])
+
+
+def _forward(call: Call, q, k_ctx, v_ctx, k_own, v_own) -> tuple[Tensor, Tensor]:
+    launch = _launches(q, q.shape[-1]).fwd
+    tables = call.tables
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    constants = _group_constants(call, q, k_ctx, v_ctx, k_own, v_own, launch)
+    groups = tables.groups(RowTile.of(launch.rows, constants["R"], constants["B"]).anchors)
+    if groups.shape[0]:
+        grid = (groups.shape[0], k_ctx.shape[1] * constants["CHUNKS"])
+        attention_kernels._block_attention_fwd_kernel[grid](
+            q,
+            _source(k_ctx, launch),
+            _source(v_ctx, launch),
+            k_own,
+            v_own,
+            out,
+            lse,
+            tables.lo,
+            tables.hi,
+            groups,
+            call.scale * LOG2_E,
+            **constants,
+        )
+    return out, lse
+
+
+def _backward_q(call: Call, q, k_ctx, v_ctx, k_own, v_own, out, lse, d_out):
+    launch = _launches(q, q.shape[-1]).dq
+    tables = call.tables
+    delta = torch.empty_like(lse)
+    dq, dk_own, dv_own = (
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k_own, v_own)
+    )
+    constants = _group_constants(call, q, k_ctx, v_ctx, k_own, v_own, launch)
+    groups = tables.groups(RowTile.of(launch.rows, constants["R"], constants["B"]).anchors)
+    if groups.shape[0]:
+        attention_kernels._block_attention_bwd_q_kernel[(groups.shape[0], k_ctx.shape[1])](
+            q,
+            _source(k_ctx, launch),
+            _source(v_ctx, launch),
+            k_own,
+            v_own,
+            out,
+            d_out,
+            lse,
+            delta,
+            dq,
+            dk_own,
+            dv_own,
+            tables.lo,
+            tables.hi,
+            groups,
+            call.scale * LOG2_E,
+            call.scale,
+            **constants,
+        )
+    return delta, dq, dk_own, dv_own
+
+
+def _backward_kv(call: Call, q, k_ctx, v_ctx, lse, delta, d_out) -> tuple[Tensor, Tensor]:
+    launch = _launches(q, q.shape[-1]).dkv
+    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k_ctx, v_ctx))
+    tiles = call.tables.tiles(launch.tokens)
+    if tiles.shape[0]:
+        constants = call.constants(q, k_ctx, launch)
+        attention_kernels._block_attention_bwd_kv_kernel[(tiles.shape[0], k_ctx.shape[1])](
+            q,
+            k_ctx,
+            v_ctx,
+            d_out,
+            lse,
+            delta,
+            dk,
+            dv,
+            call.tables.hi,
+            tiles,
+            call.scale * LOG2_E,
+            call.scale,
+            STRIDE_K=k_ctx.stride(0),
+            STRIDE_V=v_ctx.stride(0),
+            SLOTS=launch.rows // constants["R"],
+            **constants,
+        )
+    return dk, dv
+
+
+class _BlockAttention(torch.autograd.Function):
+    """Keeps inputs, output and lse [N, Hq]; probabilities are computed again in backward."""
+
+    @staticmethod
+    def forward(ctx, q, k_ctx, v_ctx, k_own, v_own, call):
+        out, lse = _forward(call, q, k_ctx, v_ctx, k_own, v_own)
+        ctx.save_for_backward(q, k_ctx, v_ctx, k_own, v_own, out, lse)
+        ctx.call = call
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_out):
+        q, k_ctx, v_ctx, k_own, v_own, out, lse = ctx.saved_tensors
+        d_out = d_out.contiguous()
+        delta, dq, dk_own, dv_own = _backward_q(
+            ctx.call, q, k_ctx, v_ctx, k_own, v_own, out, lse, d_out
+        )
+        dk_ctx, dv_ctx = _backward_kv(ctx.call, q, k_ctx, v_ctx, lse, delta, d_out)
+        return dq, dk_ctx, dv_ctx, dk_own, dv_own, None
 
 
 def block_attention(
@@ -44,8 +298,77 @@ def block_attention(
         implementation: "reference" or "triton"; by default Triton on CUDA.
 
     Returns:
-        [N, Hq, D] in the dtype of `q`; differentiable in q and all keys and values.
+        [N, Hq, D] in the dtype of `q`; differentiable in q and all keys and values. The kernels
+        take bfloat16, float16 and, slowly, float32; head dimensions 64, 96, 128 and 256.
+
+    Raises:
+        ValueError: shapes that do not fit together, or that the kernels do not have.
     """
-    return reference.block_attention(
-        q, k_ctx, v_ctx, k_own, v_own, tables, window=window, causal=causal, scale=scale
-    )
+    _check_shapes(q, k_ctx, v_ctx, k_own, v_own, tables, window)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if not use_triton(q, implementation):
+        return reference.block_attention(
+            q, k_ctx, v_ctx, k_own, v_own, tables, window=window, causal=causal, scale=scale
+        )
+    _check_supported(q, k_ctx, tables)
+    call = Call(tables=tables, window=window or 0, causal=causal, scale=scale)
+    tensors = (x if _is_packed(x) else x.contiguous() for x in (q, k_ctx, v_ctx, k_own, v_own))
+    return _BlockAttention.apply(*tensors, call)
+
+
+def _is_packed(x: Tensor) -> bool:
+    """Say whether heads and channels of a row are contiguous; rows may be any distance apart."""
+    return x.stride(2) == 1 and x.stride(1) == x.shape[2] and x.stride(0) % 8 == 0
+
+
+def _check_shapes(q, k_ctx, v_ctx, k_own, v_own, tables: BlockTables, window) -> None:
+    rows, heads, dim = q.shape
+    kv_heads = k_ctx.shape[1]
+    wanted = {"k_ctx": (tables.num_ctx, kv_heads, dim), "k_own": (rows, kv_heads, dim)}
+    wanted |= {"v_ctx": wanted["k_ctx"], "v_own": wanted["k_own"]}
+    given = {"k_ctx": k_ctx, "v_ctx": v_ctx, "k_own": k_own, "v_own": v_own}
+    for name, shape in wanted.items():
+        if tuple(given[name].shape) != shape:
+            raise ValueError(
+                f"{name} has shape {tuple(given[name].shape)}, must be {shape} for q {q.shape} "
+                f"and {tables.num_ctx} context tokens"
+            )
+    if rows != tables.num_anchors * tables.block_size:
+        raise ValueError(
+            f"q has {rows} rows, must have {tables.num_anchors} anchors x {tables.block_size} slots"
+        )
+    if heads % kv_heads or not 1 <= heads // kv_heads <= 16:
+        raise ValueError(f"{heads} query heads on {kv_heads}: must be 1 to 16 for each")
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}, must be at least 1, or None for no window")
+
+
+def _check_supported(q: Tensor, k_ctx: Tensor, tables: BlockTables) -> None:
+    remedy = "pass implementation='reference'"
+    if q.shape[-1] not in HEAD_DIMS and not is_interpreted():
+        raise ValueError(f"head dimension is {q.shape[-1]}, kernels have {HEAD_DIMS}; {remedy}")
+    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or k_ctx.dtype != q.dtype:
+        raise ValueError(
+            f"q is {q.dtype} and k_ctx {k_ctx.dtype}; kernels need both in bfloat16, float16 or "
+            f"float32; {remedy}"
+        )
+    if tables.lo.device != q.device:
+        raise ValueError(f"tables are on {tables.lo.device}, q on {q.device}; use tables.to(...)")
+
+
+def warm_up(
+    *, num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int, windows=(None,),
+    causal: bool = False, dtype=torch.bfloat16, device="cuda",
+) -> None:  # fmt: skip
+    """Compile the kernels of a model for its windows, from one thread, before the first step."""
+    rows = 2 * block_size
+    tables = build_tables([0, 0], [1, 200], block_size=block_size, num_ctx=256).to(device)
+    shapes = [(rows, num_q_heads), (256, num_kv_heads), (256, num_kv_heads)]
+    shapes += [(rows, num_kv_heads), (rows, num_kv_heads)]
+    for window in windows:
+        inputs = [
+            torch.zeros(*shape, head_dim, dtype=dtype, device=device, requires_grad=True)
+            for shape in shapes
+        ]
+        out = block_attention(*inputs, tables, window=window, causal=causal)
+        out.backward(torch.zeros_like(out))

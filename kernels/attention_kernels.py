@@ -1,0 +1,399 @@
+"""The Triton kernels of `block_attention`: forward, dQ with the own blocks' dK and dV, context dK, dV.
+
+A program of the first two owns a group of anchors and one key-value head. Its tile holds rows
+(slot n of the group, query head r of the head's R), n slow, so the rows of one slot are neighbours in
+memory. A program of the third owns a tile of context tokens and walks the rows of all anchors that
+see it. Every output has one writer: no atomics, the same bits every time.
+
+Scores are kept in units of log2: scale_log2 = scale * log2(e), lse = max + log2(sum).
+
+Letters: T context tokens, N rows, Hq and Hkv heads, R = Hq / Hkv, B block size, D head dimension.
+"""
+
+from __future__ import annotations
+
+from dflash_offline.kernels.optional_triton import tl, triton
+
+
+@triton.jit
+def _load_tokens(
+    src, start, end, head, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Load tokens [start, start + BLOCK_N) of one head: [BLOCK_N, BLOCK_D], zero from `end` on."""
+    offs_n = tl.arange(0, BLOCK_N)
+    if TMA:
+        x = src.load([start, head * D])
+        if MASKED:
+            # The copy engine read on into the next document: what stands there must not matter.
+            x = tl.where((start + offs_n < end)[:, None], x, 0.0)
+    else:
+        offs_d = tl.arange(0, BLOCK_D)
+        base = src + tl.cast(start, tl.int64) * STRIDE + head * D
+        ptrs = base + offs_n[:, None] * STRIDE + offs_d[None, :]
+        if MASKED:
+            mask = (start + offs_n < end)[:, None] & (offs_d < D)[None, :]
+            x = tl.load(ptrs, mask=mask, other=0.0)
+        elif BLOCK_D != D:
+            x = tl.load(ptrs, mask=(offs_d < D)[None, :], other=0.0)
+        else:
+            x = tl.load(ptrs)
+    return x
+
+
+@triton.jit
+def _row_offsets(row, head, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Offsets of the vectors of (row, head) pairs in a tensor [N, heads, D]."""
+    offs_d = tl.arange(0, BLOCK_D)
+    return tl.cast(row, tl.int64)[:, None] * STRIDE + (head * D)[:, None] + offs_d[None, :]
+
+
+@triton.jit
+def _own_mask(
+    slot_n, slot_c, valid_n, valid_c, B: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr
+):
+    """Who sees whom inside the blocks of one group: slots count through the group."""
+    distance = slot_n[:, None] - slot_c[None, :]
+    mask = (slot_n // B)[:, None] == (slot_c // B)[None, :]
+    mask = mask & valid_n[:, None] & valid_c[None, :]
+    if CAUSAL:
+        mask = mask & (distance >= 0)
+    if WINDOW > 0:
+        mask = mask & (distance < WINDOW)
+    return mask
+
+
+@triton.jit
+def _fwd_step(acc, m, l, s, v, scale_log2, PRECISION: tl.constexpr):
+    """One online-softmax step with scores s [BLOCK_M, n] (masked: -inf) and values v [n, D]."""
+    m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
+    p = tl.exp2(s * scale_log2 - m_new[:, None])
+    alpha = tl.exp2(m - m_new)
+    l = l * alpha + tl.sum(p, 1)  # noqa: E741
+    acc = acc * alpha[:, None]
+    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    return acc, m_new, l
+
+
+@triton.jit
+def _fwd_span(
+    acc, m, l, q, k_src, v_src, begin, end, bound, head, hi, floor, scale_log2,
+    STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attend to context tokens [begin, end) in steps of BLOCK_N; tokens from `bound` on are zero."""
+    offs_n = tl.arange(0, BLOCK_N)
+    for start in range(begin, end, BLOCK_N):
+        k = _load_tokens(k_src, start, bound, head, STRIDE_K, D, BLOCK_N, BLOCK_D, MASKED, TMA)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if MASKED:
+            visible = (start + offs_n)[None, :] < hi[:, None]
+            if WINDOW > 0:
+                visible = visible & ((start + offs_n)[None, :] > floor[:, None])
+            s = tl.where(visible, s, float("-inf"))
+        v = _load_tokens(v_src, start, bound, head, STRIDE_V, D, BLOCK_N, BLOCK_D, MASKED, TMA)
+        acc, m, l = _fwd_step(acc, m, l, s, v, scale_log2, PRECISION)
+    return acc, m, l
+
+
+@triton.jit
+def _block_attention_fwd_kernel(
+    q_ptr, k_src, v_src, k_own_ptr, v_own_ptr, out_ptr, lse_ptr, lo_ptr, hi_ptr, group_ptr,
+    scale_log2,
+    STRIDE_Q: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr,
+    STRIDE_KO: tl.constexpr, STRIDE_VO: tl.constexpr,
+    HQ: tl.constexpr, HKV: tl.constexpr, R: tl.constexpr, B: tl.constexpr, D: tl.constexpr,
+    SLOTS: tl.constexpr, CHUNKS: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out = softmax(scale q [k_ctx, k_own]^T + mask) [v_ctx, v_own]; saves out and lse [N, Hq].
+
+    Grid (groups, HKV * CHUNKS). A tile holds SLOTS slots of the group, R rows each; CHUNKS > 1 where
+    one block has more rows than a tile.
+    """
+    group = tl.program_id(0)
+    head = tl.program_id(1) // CHUNKS
+    chunk = tl.program_id(1) % CHUNKS
+    first = tl.load(group_ptr + 2 * group)
+    count = tl.load(group_ptr + 2 * group + 1)
+    lo = tl.load(lo_ptr + first)
+    hi_min = tl.load(hi_ptr + first)
+    hi_max = tl.load(hi_ptr + first + count - 1)
+
+    offs_m = tl.arange(0, BLOCK_M)
+    slot = chunk * SLOTS + offs_m // R
+    valid = (offs_m < SLOTS * R) & (slot < count * B)
+    row = tl.cast(first, tl.int64) * B + slot
+    q_head = head * R + offs_m % R
+    hi = tl.load(hi_ptr + first + slot // B, mask=valid, other=0)
+    floor = hi + slot % B - WINDOW
+    mask_d = tl.arange(0, BLOCK_D) < D
+    mask_q = valid[:, None] & mask_d[None, :]
+    q = tl.load(q_ptr + _row_offsets(row, q_head, STRIDE_Q, D, BLOCK_D), mask=mask_q, other=0.0)
+
+    # The own block first: every valid row sees something in it, so no maximum stays at -inf.
+    offs_c = tl.arange(0, BLOCK_C)
+    valid_c = offs_c < count * B
+    row_c = tl.cast(first, tl.int64) * B + offs_c
+    head_c = tl.zeros_like(offs_c) + head
+    mask_c = valid_c[:, None] & mask_d[None, :]
+    k = tl.load(
+        k_own_ptr + _row_offsets(row_c, head_c, STRIDE_KO, D, BLOCK_D), mask=mask_c, other=0.0
+    )
+    v = tl.load(
+        v_own_ptr + _row_offsets(row_c, head_c, STRIDE_VO, D, BLOCK_D), mask=mask_c, other=0.0
+    )
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    s = tl.where(_own_mask(slot, offs_c, valid, valid_c, B, CAUSAL, WINDOW), s, float("-inf"))
+    m = tl.full([BLOCK_M], -1e30, tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc, m, l = _fwd_step(acc, m, l, s, v, scale_log2, PRECISION)
+
+    begin = lo
+    if WINDOW > 0:
+        begin = tl.maximum(lo, hi_min - WINDOW + 1)
+        # Tokens that the last row of the group's last slot does not see any more need a mask.
+        middle = tl.minimum(tl.maximum(begin, hi_max + B - WINDOW), hi_min)
+        middle = begin + tl.cdiv(middle - begin, BLOCK_N) * BLOCK_N
+        middle = tl.minimum(middle, hi_max)
+        acc, m, l = _fwd_span(
+            acc, m, l, q, k_src, v_src, begin, middle, hi_max, head, hi, floor, scale_log2,
+            STRIDE_K, STRIDE_V, D, BLOCK_N, BLOCK_D, True, WINDOW, TMA, PRECISION,
+        )  # fmt: skip
+        begin = middle
+    whole = begin + tl.maximum(hi_min - begin, 0) // BLOCK_N * BLOCK_N
+    acc, m, l = _fwd_span(
+        acc, m, l, q, k_src, v_src, begin, whole, hi_max, head, hi, floor, scale_log2,
+        STRIDE_K, STRIDE_V, D, BLOCK_N, BLOCK_D, False, 0, TMA, PRECISION,
+    )  # fmt: skip
+    acc, m, l = _fwd_span(
+        acc, m, l, q, k_src, v_src, whole, hi_max, hi_max, head, hi, floor, scale_log2,
+        STRIDE_K, STRIDE_V, D, BLOCK_N, BLOCK_D, True, WINDOW, TMA, PRECISION,
+    )  # fmt: skip
+
+    l = tl.where(valid, l, 1.0)  # noqa: E741
+    out = acc / l[:, None]
+    out_ptrs = out_ptr + _row_offsets(row, q_head, HQ * D, D, BLOCK_D)
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask_q)
+    tl.store(lse_ptr + row * HQ + q_head, m + tl.log2(l), mask=valid)
+
+
+@triton.jit
+def _dq_span(
+    dq, q, do, lse, delta, k_src, v_src, begin, end, bound, head, hi, floor, scale_log2,
+    STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add ds k of context tokens [begin, end) to dq, with ds = p (do v^T - delta)."""
+    offs_n = tl.arange(0, BLOCK_N)
+    for start in range(begin, end, BLOCK_N):
+        k = _load_tokens(k_src, start, bound, head, STRIDE_K, D, BLOCK_N, BLOCK_D, MASKED, TMA)
+        v = _load_tokens(v_src, start, bound, head, STRIDE_V, D, BLOCK_N, BLOCK_D, MASKED, TMA)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        p = tl.exp2(s * scale_log2 - lse[:, None])
+        if MASKED:
+            visible = (start + offs_n)[None, :] < hi[:, None]
+            if WINDOW > 0:
+                visible = visible & ((start + offs_n)[None, :] > floor[:, None])
+            p = tl.where(visible, p, 0.0)
+        ds = p * (dp - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    return dq
+
+
+@triton.jit
+def _block_attention_bwd_q_kernel(
+    q_ptr, k_src, v_src, k_own_ptr, v_own_ptr, out_ptr, do_ptr, lse_ptr, delta_ptr,
+    dq_ptr, dk_own_ptr, dv_own_ptr, lo_ptr, hi_ptr, group_ptr, scale_log2, scale,
+    STRIDE_Q: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr,
+    STRIDE_KO: tl.constexpr, STRIDE_VO: tl.constexpr,
+    HQ: tl.constexpr, HKV: tl.constexpr, R: tl.constexpr, B: tl.constexpr, D: tl.constexpr,
+    SLOTS: tl.constexpr, CHUNKS: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq = scale ds [k_ctx, k_own]; dk_own = scale ds^T q, dv_own = p^T do; delta = sum(out do).
+
+    Grid (groups, HKV). The own blocks of a group are seen by its rows alone, so their gradients are
+    complete here; a group with more rows than a tile is walked in CHUNKS.
+    """
+    group = tl.program_id(0)
+    head = tl.program_id(1)
+    first = tl.load(group_ptr + 2 * group)
+    count = tl.load(group_ptr + 2 * group + 1)
+    lo = tl.load(lo_ptr + first)
+    hi_min = tl.load(hi_ptr + first)
+    hi_max = tl.load(hi_ptr + first + count - 1)
+
+    offs_m = tl.arange(0, BLOCK_M)
+    mask_d = tl.arange(0, BLOCK_D) < D
+    q_head = head * R + offs_m % R
+    offs_c = tl.arange(0, BLOCK_C)
+    valid_c = offs_c < count * B
+    row_c = tl.cast(first, tl.int64) * B + offs_c
+    head_c = tl.zeros_like(offs_c) + head
+    mask_c = valid_c[:, None] & mask_d[None, :]
+    dk = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
+
+    for chunk in range(CHUNKS):
+        slot = chunk * SLOTS + offs_m // R
+        valid = (offs_m < SLOTS * R) & (slot < count * B)
+        row = tl.cast(first, tl.int64) * B + slot
+        hi = tl.load(hi_ptr + first + slot // B, mask=valid, other=0)
+        floor = hi + slot % B - WINDOW
+        mask_q = valid[:, None] & mask_d[None, :]
+        offs_q = _row_offsets(row, q_head, STRIDE_Q, D, BLOCK_D)
+        offs_o = _row_offsets(row, q_head, HQ * D, D, BLOCK_D)
+        q = tl.load(q_ptr + offs_q, mask=mask_q, other=0.0)
+        do = tl.load(do_ptr + offs_o, mask=mask_q, other=0.0)
+        out = tl.load(out_ptr + offs_o, mask=mask_q, other=0.0)
+        delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
+        tl.store(delta_ptr + row * HQ + q_head, delta, mask=valid)
+        # Rows that only fill the tile get p = exp2(0 - inf) = 0.
+        lse = tl.load(lse_ptr + row * HQ + q_head, mask=valid, other=float("inf"))
+
+        dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        begin = lo
+        if WINDOW > 0:
+            begin = tl.maximum(lo, hi_min - WINDOW + 1)
+            middle = tl.minimum(tl.maximum(begin, hi_max + B - WINDOW), hi_min)
+            middle = begin + tl.cdiv(middle - begin, BLOCK_N) * BLOCK_N
+            middle = tl.minimum(middle, hi_max)
+            dq = _dq_span(
+                dq, q, do, lse, delta, k_src, v_src, begin, middle, hi_max, head, hi, floor,
+                scale_log2, STRIDE_K, STRIDE_V, D, BLOCK_N, BLOCK_D, True, WINDOW, TMA, PRECISION,
+            )  # fmt: skip
+            begin = middle
+        whole = begin + tl.maximum(hi_min - begin, 0) // BLOCK_N * BLOCK_N
+        dq = _dq_span(
+            dq, q, do, lse, delta, k_src, v_src, begin, whole, hi_max, head, hi, floor,
+            scale_log2, STRIDE_K, STRIDE_V, D, BLOCK_N, BLOCK_D, False, 0, TMA, PRECISION,
+        )  # fmt: skip
+        dq = _dq_span(
+            dq, q, do, lse, delta, k_src, v_src, whole, hi_max, hi_max, head, hi, floor,
+            scale_log2, STRIDE_K, STRIDE_V, D, BLOCK_N, BLOCK_D, True, WINDOW, TMA, PRECISION,
+        )  # fmt: skip
+
+        k = tl.load(
+            k_own_ptr + _row_offsets(row_c, head_c, STRIDE_KO, D, BLOCK_D), mask=mask_c, other=0.0
+        )
+        v = tl.load(
+            v_own_ptr + _row_offsets(row_c, head_c, STRIDE_VO, D, BLOCK_D), mask=mask_c, other=0.0
+        )
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        mask = _own_mask(slot, offs_c, valid, valid_c, B, CAUSAL, WINDOW)
+        p = tl.where(mask, tl.exp2(s * scale_log2 - lse[:, None]), 0.0)
+        ds = (p * (dp - delta[:, None])).to(q.dtype)
+        dq = tl.dot(ds, k, dq, input_precision=PRECISION)
+        dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision=PRECISION)
+        dk = tl.dot(tl.trans(ds), q, dk, input_precision=PRECISION)
+        dq_ptrs = dq_ptr + _row_offsets(row, q_head, HQ * D, D, BLOCK_D)
+        tl.store(dq_ptrs, (dq * scale).to(dq_ptr.dtype.element_ty), mask=mask_q)
+
+    offs_own = _row_offsets(row_c, head_c, HKV * D, D, BLOCK_D)
+    tl.store(dk_own_ptr + offs_own, (dk * scale).to(dk_own_ptr.dtype.element_ty), mask=mask_c)
+    tl.store(dv_own_ptr + offs_own, dv.to(dv_own_ptr.dtype.element_ty), mask=mask_c)
+
+
+@triton.jit
+def _dkv_span(
+    dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, hi_ptr, begin, end, tokens, head, scale_log2,
+    STRIDE_Q: tl.constexpr, HQ: tl.constexpr, R: tl.constexpr, B: tl.constexpr, D: tl.constexpr,
+    SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add what rows of slots [begin, end) give to the tile's dk and dv; scores are transposed."""
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    q_head = head * R + offs_m % R
+    within = offs_m // R
+    offs_q = within[:, None] * STRIDE_Q + (q_head * D)[:, None] + offs_d[None, :]
+    offs_o = within[:, None] * (HQ * D) + (q_head * D)[:, None] + offs_d[None, :]
+    offs_l = within * HQ + q_head
+    for start in range(begin, end, SLOTS):
+        base = tl.cast(start, tl.int64)
+        valid = (offs_m < SLOTS * R) & (start + within < end)
+        mask = valid[:, None] & (offs_d < D)[None, :]
+        q = tl.load(q_ptr + base * STRIDE_Q + offs_q, mask=mask, other=0.0)
+        do = tl.load(do_ptr + base * (HQ * D) + offs_o, mask=mask, other=0.0)
+        lse = tl.load(lse_ptr + base * HQ + offs_l, mask=valid, other=float("inf"))
+        delta = tl.load(delta_ptr + base * HQ + offs_l, mask=valid, other=0.0)
+        s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+        p = tl.exp2(s * scale_log2 - lse[None, :])
+        if MASKED:
+            slot = start + within
+            hi = tl.load(hi_ptr + slot // B, mask=valid, other=0)
+            visible = tokens[:, None] < hi[None, :]
+            if WINDOW > 0:
+                visible = visible & (tokens[:, None] > (hi + slot % B - WINDOW)[None, :])
+            p = tl.where(visible, p, 0.0)
+        dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+        ds = p * (dp - delta[None, :])
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def _block_attention_bwd_kv_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, hi_ptr, tile_ptr,
+    scale_log2, scale,
+    STRIDE_Q: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr,
+    HQ: tl.constexpr, HKV: tl.constexpr, R: tl.constexpr, B: tl.constexpr, D: tl.constexpr,
+    SLOTS: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk_ctx = scale ds^T q and dv_ctx = p^T do of one tile of tokens, over all rows that see it.
+
+    Grid (tiles, HKV). Tiles that no anchor sees store zeros, so the outputs need no clearing.
+    """
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    start = tl.load(tile_ptr + 5 * tile)
+    end = tl.load(tile_ptr + 5 * tile + 1)
+    first = tl.load(tile_ptr + 5 * tile + 2)
+    last = tl.load(tile_ptr + 5 * tile + 3)
+    full = tl.load(tile_ptr + 5 * tile + 4)
+
+    tokens = start + tl.arange(0, BLOCK_N)
+    k = _load_tokens(k_ptr, start, end, head, STRIDE_K, D, BLOCK_N, BLOCK_D, True, False)
+    v = _load_tokens(v_ptr, start, end, head, STRIDE_V, D, BLOCK_N, BLOCK_D, True, False)
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+
+    if WINDOW > 0:
+        # Anchors so far on that even their first slot has lost the whole tile from its window.
+        offs_a = tl.arange(0, 256)
+        seen = 0
+        for anchor in range(first, last, 256):
+            inside = anchor + offs_a < last
+            hi = tl.load(hi_ptr + anchor + offs_a, mask=inside, other=0)
+            seen += tl.sum((inside & (hi - WINDOW < end - 1)).to(tl.int32))
+        dk, dv = _dkv_span(
+            dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, hi_ptr, first * B,
+            (first + seen) * B, tokens, head, scale_log2, STRIDE_Q, HQ, R, B, D, SLOTS, BLOCK_M,
+            BLOCK_D, True, WINDOW, PRECISION,
+        )  # fmt: skip
+    else:
+        middle = first * B + tl.cdiv((full - first) * B, SLOTS) * SLOTS
+        middle = tl.minimum(middle, last * B)
+        dk, dv = _dkv_span(
+            dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, hi_ptr, first * B, middle, tokens,
+            head, scale_log2, STRIDE_Q, HQ, R, B, D, SLOTS, BLOCK_M, BLOCK_D, True, 0, PRECISION,
+        )  # fmt: skip
+        dk, dv = _dkv_span(
+            dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, hi_ptr, middle, last * B, tokens,
+            head, scale_log2, STRIDE_Q, HQ, R, B, D, SLOTS, BLOCK_M, BLOCK_D, False, 0, PRECISION,
+        )  # fmt: skip
+
+    offs = _row_offsets(tokens, tl.zeros_like(tokens) + head, HKV * D, D, BLOCK_D)
+    mask = (tokens < end)[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]
+    tl.store(dk_ptr + offs, (dk * scale).to(dk_ptr.dtype.element_ty), mask=mask)
+    tl.store(dv_ptr + offs, dv.to(dv_ptr.dtype.element_ty), mask=mask)
