@@ -40,6 +40,10 @@ class Blobs(Protocol):
         """Write a new object whole or not at all; raises `FileExistsError`. Returns its size."""
         ...
 
+    def replace(self, key: str, content: bytes) -> None:
+        """Replace an object whole or not at all; only the owner of a store does it."""
+        ...
+
     def list(self, prefix: str) -> list[str]:
         """Return the keys under a folder, sorted; empty where there is none."""
         ...
@@ -95,6 +99,17 @@ class LocalBlobs:
             temporary.unlink(missing_ok=True)
         _sync_folder(path.parent)
         return num_bytes
+
+    def replace(self, key: str, content: bytes) -> None:
+        path = self.root / key
+        temporary = path.parent / f"{_TEMPORARY}{uuid.uuid4().hex}"
+        try:
+            with _room_or_stopped(self.url):
+                _write_durably(temporary, [content])
+                temporary.rename(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        _sync_folder(path.parent)
 
     def list(self, prefix: str) -> list[str]:
         base = self.root / prefix

@@ -12,20 +12,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dflash_offline.common import records
-from dflash_offline.common.blobs import Blobs, LocalBlobs, blobs_at, is_temporary
+from dflash_offline.common.blobs import Blobs, LocalBlobs, blobs_at
 from dflash_offline.common.codecs import codec_named
 from dflash_offline.common.errors import BadInput, DamagedStore, MissingStore
+from dflash_offline.common.pack_index import read_pack_index, read_record
 from dflash_offline.common.shards import BadShard, index_bytes, parse_index, read_chunk
 from dflash_offline.common.store import (
-    COMMIT,
     FEATURES,
     FINAL,
     LOSS_MASK,
-    MANIFEST_KEY,
     TARGET,
     TOKENS,
     Sample,
     Schema,
+    count_plans,
+    manifest_key,
     read_header,
     read_plan,
     shard_key,
@@ -70,7 +71,6 @@ class Cache:
     Attributes:
         plan: all samples, also those not committed yet.
         packs: committed pack numbers, ascending.
-        records: pack number to commit record.
         samples: indices into `plan.samples` that can be read, in plan order.
         training_samples, held_out_samples: the same, divided.
     """
@@ -82,19 +82,16 @@ class Cache:
         self.schema: Schema = header.schema
         self.identity = header.identity
         self.options = header.options
-        self.plan, _ = read_plan(blobs)
-        self.records = _read_records(blobs)
-        self.packs = sorted(self.records)
-        bad = {index for record in self.records.values() for index in record["quarantined"]}
-        self.samples = [
-            index
-            for index, sample in enumerate(self.plan.samples)
-            if sample.pack in self.records and index not in bad
-        ]
-        held_out = {i for i in self.samples if self.plan.samples[i].held_out}
-        self.held_out_samples = [i for i in self.samples if i in held_out]
-        self.training_samples = [i for i in self.samples if i not in held_out]
-        self._index_of = {self.plan.samples[i].id: i for i in self.samples}
+        self.plan, _ = read_plan(blobs, batches=False)
+        self._index = read_pack_index(blobs, self.plan.num_packs)
+        self.packs = sorted(self._index.packs)
+        bad = [index for _, members in self._index.packs.values() for index in members]
+        usable = np.isin(self.plan.column("pack"), self.packs)
+        usable[bad] = False
+        held_out = self.plan.column("held_out")
+        self.samples: list[int] = np.flatnonzero(usable).tolist()
+        self.held_out_samples: list[int] = np.flatnonzero(usable & held_out).tolist()
+        self.training_samples: list[int] = np.flatnonzero(usable & ~held_out).tolist()
 
     @property
     def is_complete(self) -> bool:
@@ -102,7 +99,14 @@ class Cache:
         return len(self.packs) == self.plan.num_packs
 
     def __getitem__(self, sample_id: str) -> Document:
-        return self.read(self._index_of[sample_id])
+        found = np.flatnonzero(self.plan.column("id") == sample_id)
+        if len(found) == 0 or int(found[0]) not in self.samples:
+            raise KeyError(sample_id)
+        return self.read(int(found[0]))
+
+    def record(self, pack: int) -> dict[str, Any]:
+        """Return the commit record of a pack."""
+        return read_record(self.blobs, self._index, pack)
 
     def read(self, index: int, layers: Sequence[int] | None = None) -> Document:
         """Read one sample; `layers` are layer ids, all of the store's when `None`.
@@ -152,7 +156,11 @@ class Cache:
     def check_manifest(self) -> list[str]:
         """Return one line for every fixed file that is missing or differs from the manifest."""
         problems = []
-        stated = records.unseal(self.blobs.read(MANIFEST_KEY), MANIFEST_KEY)["files"]
+        stated: dict[str, str] = {}
+        for number in range(count_plans(self.blobs)):
+            # A later plan's manifest holds the newer digest of what an append replaced.
+            key = manifest_key(number)
+            stated |= records.unseal(self.blobs.read(key), key)["files"]
         for key, digest in stated.items():
             try:
                 if records.sha256(self.blobs.read(key)) != digest:
@@ -178,7 +186,7 @@ class Cache:
         size = self.schema.chunk_tokens
         first = min(s.start for s in members) // size
         last = -(-max(s.start + s.length for s in members) // size)
-        record = self.records[pack]["arrays"]
+        record = self.record(pack)["arrays"]
         per_layer = self.schema.pack_tokens // size
 
         def state(name: str, layer_slots: Sequence[int]) -> np.ndarray:
@@ -292,12 +300,3 @@ def read_flat(
     out = np.empty(schema.pack_tokens, np.int32 if name == TOKENS else np.uint8)
     read_chunks(blobs, schema, name, pack, record, [(0, out)])
     return out
-
-
-def _read_records(blobs: Blobs) -> dict[int, dict[str, Any]]:
-    found = {}
-    for key in blobs.list(COMMIT):
-        if not is_temporary(key):
-            record = records.parse_commit(blobs.read(key), key)
-            found[record["pack"]] = record
-    return found

@@ -8,7 +8,7 @@ import hashlib
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,8 @@ from dflash_offline.common.errors import DamagedStore
 if TYPE_CHECKING:
     from dflash_offline.common.store import Plan
 
-_CHECKSUM = "sha256"
+PLAN_FILES = ("samples.parquet", "batches.parquet", "plan.json")
+_SEAL = b',"sha256":"%b"}\n'
 _COPY_BYTES = 16 << 20
 
 
@@ -31,9 +32,9 @@ def sha256(content: bytes) -> str:
 
 
 def seal(data: Mapping[str, Any]) -> bytes:
-    """Return a record as JSON that carries its own checksum."""
-    body = json.dumps(data, sort_keys=True, separators=(",", ":"))
-    return json.dumps({**data, _CHECKSUM: sha256(body.encode())}, sort_keys=True).encode() + b"\n"
+    """Return a record as JSON whose last member is the SHA-256 of the record without it."""
+    body = json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
+    return body[:-1] + _SEAL % sha256(body).encode()
 
 
 def unseal(content: bytes, where: str) -> dict[str, Any]:
@@ -42,15 +43,11 @@ def unseal(content: bytes, where: str) -> dict[str, Any]:
     Raises:
         DamagedStore: not what `seal` wrote.
     """
-    try:
-        data = json.loads(content)
-        stated = data.pop(_CHECKSUM)
-    except (ValueError, KeyError, AttributeError, TypeError):
-        raise DamagedStore(f"{where} is not a record of this store") from None
-    # Compared as bytes, so that a change that JSON does not see is found too.
-    if seal(data) != content or stated != json.loads(seal(data))[_CHECKSUM]:
+    tail = len(_SEAL % bytes(64))
+    body = content[:-tail] + b"}"
+    if content[-tail:] != _SEAL % sha256(body).encode():
         raise DamagedStore(f"{where} does not match its own checksum")
-    return data
+    return json.loads(body)
 
 
 def commit_record(
@@ -97,11 +94,23 @@ def manifest(digests: Mapping[str, str]) -> bytes:
     return seal({"files": dict(sorted(digests.items()))})
 
 
-def plan_files(plan: "Plan", token_files: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
+@dataclass(frozen=True, kw_only=True)
+class PlanPart:
+    """What the files of one plan hold."""
+
+    samples: pa.Table
+    batches: list[list[list[int]]]  # empty when its file was not given
+    fields: dict[str, Any]
+
+
+def plan_files(
+    plan: "Plan", token_files: Sequence[Mapping[str, Any]], identity: Mapping[str, Any]
+) -> dict[str, bytes]:
     """Return the files that hold a plan: file name to content.
 
     Args:
         token_files: for each pack, array name to size and checksums of its token shards.
+        identity: plan fields of the identity, so that the same plan is not appended twice.
     """
     rows = [asdict(sample) for sample in plan.samples]
     batches = [
@@ -116,31 +125,58 @@ def plan_files(plan: "Plan", token_files: Sequence[Mapping[str, Any]]) -> dict[s
         "num_units": len(plan.batches),
         "unit_packs": plan.unit_packs,
         "report": plan.report,
+        "identity": dict(identity),
         "token_files": [dict(each) for each in token_files],
     }
-    return {
-        "samples.parquet": _parquet(pa.Table.from_pylist(rows)),
-        "batches.parquet": _parquet(pa.Table.from_pylist(batches, schema=batch_schema)),
-        "plan.json": seal(rest),
-    }
+    contents = (
+        _parquet(pa.Table.from_pylist(rows)),
+        _parquet(pa.Table.from_pylist(batches, schema=batch_schema)),
+        seal(rest),
+    )
+    return dict(zip(PLAN_FILES, contents, strict=True))
 
 
-def read_plan_files(files: Mapping[str, bytes]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the fields of a plan, its samples as plain rows, and the token files of each pack.
+def read_plan_files(files: Mapping[str, bytes]) -> PlanPart:
+    """Read what `plan_files` made.
 
     Raises:
-        DamagedStore: a file is missing or not what was written.
+        DamagedStore: a file is not what was written.
     """
-    for name in ("samples.parquet", "batches.parquet", "plan.json"):
-        if name not in files:
-            raise DamagedStore(f"plan/0/{name} is missing")
-    rest = unseal(files["plan.json"], "plan/0/plan.json")
-    batches: list[list[list[int]]] = [[] for _ in range(rest.pop("num_units"))]
-    for row in _rows(files["batches.parquet"], "plan/0/batches.parquet"):
+    samples, batch_rows, rest = (files.get(name) for name in PLAN_FILES)
+    assert samples is not None, "a plan has samples"
+    assert rest is not None, "a plan has fields"
+    fields = unseal(rest, PLAN_FILES[2])
+    batches: list[list[list[int]]] = [[] for _ in range(fields["num_units"] if batch_rows else 0)]
+    for row in _table(batch_rows, PLAN_FILES[1]).to_pylist() if batch_rows else ():
         batches[row["unit"]].append(row["samples"])
-    token_files = rest.pop("token_files")
-    samples = _rows(files["samples.parquet"], "plan/0/samples.parquet")
-    return {**rest, "samples": samples, "batches": batches}, token_files
+    return PlanPart(samples=_table(samples, PLAN_FILES[0]), batches=batches, fields=fields)
+
+
+def index_record(
+    packs: Mapping[int, tuple[str, Sequence[int]]], *, complete: bool, dropped: Mapping[int, str]
+) -> bytes:
+    """Return an index of packs.
+
+    Args:
+        packs: pack to the SHA-256 of its record and its quarantined sample indices.
+        complete: every planned pack is in it, so that no listing is needed.
+        dropped: packs given up, with the SHA-256 of the record that no longer counts.
+    """
+    entries = [[pack, digest, list(bad)] for pack, (digest, bad) in sorted(packs.items())]
+    gone = [[pack, digest] for pack, digest in sorted(dropped.items())]
+    return seal({"packs": entries, "complete": complete, "dropped": gone})
+
+
+def parse_index(content: bytes, where: str) -> dict[str, Any]:
+    """Return an index with `packs` and `dropped` as mappings.
+
+    Raises:
+        DamagedStore: not what was written.
+    """
+    data = unseal(content, where)
+    data["packs"] = {pack: (digest, bad) for pack, digest, bad in data["packs"]}
+    data["dropped"] = dict(data["dropped"])
+    return data
 
 
 def _parquet(table: pa.Table) -> bytes:
@@ -149,9 +185,9 @@ def _parquet(table: pa.Table) -> bytes:
     return sink.getvalue()
 
 
-def _rows(content: bytes, where: str) -> list[dict[str, Any]]:
+def _table(content: bytes, where: str) -> pa.Table:
     try:
-        return pq.read_table(io.BytesIO(content)).to_pylist()
+        return pq.read_table(io.BytesIO(content))
     except (pa.ArrowException, OSError) as problem:
         raise DamagedStore(f"{where} cannot be read: {problem}") from problem
 

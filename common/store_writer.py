@@ -9,17 +9,19 @@ import os
 import platform
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dflash_offline.common import records
-from dflash_offline.common.blobs import Blobs, LocalBlobs, LocalLock, blobs_at, is_temporary
+from dflash_offline.common.blobs import Blobs, LocalBlobs, LocalLock, blobs_at
 from dflash_offline.common.cache import read_flat
 from dflash_offline.common.codecs import codec_named
 from dflash_offline.common.errors import BadInput
-from dflash_offline.common.identity import RESUME, Identity, compare
+from dflash_offline.common.identity import APPEND, RESUME, Identity, compare
+from dflash_offline.common.pack_index import PackIndex, read_pack_index, write_pack_index
 from dflash_offline.common.shards import ShardWriter
 from dflash_offline.common.store import (
     COMMIT,
@@ -35,16 +37,21 @@ from dflash_offline.common.store import (
     Plan,
     Schema,
     commit_key,
+    count_plans,
     estimate_bytes,
+    exists,
     group_json,
+    manifest_key,
     pretty_json,
     read_header,
     read_plan,
+    read_plan_identities,
     shard_key,
 )
 
 # Room that must stay free beside the estimate, for records, logs and other people's files.
 _RESERVE_BYTES = 64 << 20
+_COMMITS_PER_INDEX = 1000
 
 
 class Store:
@@ -58,9 +65,12 @@ class Store:
         self._lock = lock
         self.schema: Schema
         self.plan: Plan
-        self.committed: set[int] = set()
         self._packs: list[list[int]] = []
-        self._token_files: dict[int, dict[str, Any]] = {}
+        self._starts: np.ndarray
+        self._lengths: np.ndarray
+        self._token_files: list[dict[str, Any]] = []
+        self._index: PackIndex
+        self._commits_since_index = 0
 
     @classmethod
     def create_or_resume(
@@ -74,34 +84,38 @@ class Store:
         masks: Sequence[np.ndarray],
         target_files: Mapping[str, bytes | Path],
         options: Mapping[str, Any],
+        append: bool = False,
     ) -> "Store":
         """Own the store at `url`: write its plan, tokens and target, or check that they agree.
 
         Args:
-            tokens: int32 [length] for every sample of the plan.
-            masks: uint8 [length] of `LossMask` bits for every sample.
+            tokens: int32 [length] for every sample of the plan; a resume needs none.
+            masks: uint8 [length] of `LossMask` bits for every sample; a resume needs none.
             target_files: file name to content or local path, for `target/`.
             options: resolved options of the run, saved for the reader.
+            append: add the plan to a store that was made from other data; the same plan again
+                resumes.
 
         Raises:
             BadInput: another live run owns it, it was made with other settings, the address holds
                 something else, or there is too little room (before anything is written).
         """
         blobs = blobs_at(url)
-        found = read_header(blobs, required=False)
-        if found is None:
-            _refuse_foreign_folder(blobs)
-            _refuse_small_disk(blobs, estimate_bytes(schema, plan) + _size_of(target_files))
-        elif _exists(blobs, MANIFEST_KEY):
-            compare(found.identity, identity, kinds=RESUME, where=f"the store at {blobs.url}")
+        planned = _check_address(blobs, identity, append=append)
+        if not planned:
+            needed = estimate_bytes(schema, plan) + _size_of(target_files)
+            _refuse_small_disk(blobs, needed)
         lock = LocalLock(_local_root(blobs))
         lock.acquire(f"process {os.getpid()} on {platform.node()}, since {_now()}")
         store = cls(blobs, lock)
         try:
-            if not _exists(blobs, MANIFEST_KEY):
-                store._write_fixed_part(
+            if not exists(blobs, MANIFEST_KEY):
+                store._write_first_plan(
                     schema, identity, plan, tokens, masks, target_files, options
                 )
+            elif not planned:
+                store._load()
+                store._write_further_plan(identity, plan, tokens, masks)
             store._load()
             store._drop_uncommitted()
         except BaseException:
@@ -112,12 +126,27 @@ class Store:
     def __enter__(self) -> "Store":
         return self
 
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
+    def __exit__(self, problem: type[BaseException] | None, *_details: object) -> None:
+        try:
+            if problem is None:
+                self.fold_index()
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Give up ownership."""
         self._lock.release()
+
+    def fold_index(self) -> None:
+        """Write an index of what is committed, so that opening the store needs few reads."""
+        if self._commits_since_index:
+            self._index = write_pack_index(self.blobs, self._index, self.plan.num_packs)
+            self._commits_since_index = 0
+
+    @property
+    def committed(self) -> set[int]:
+        """Packs that exist."""
+        return set(self._index.packs)
 
     def pack_samples(self, pack: int) -> list[int]:
         """Return the sample indices of a pack, in order of their start."""
@@ -125,7 +154,7 @@ class Store:
 
     def pack_length(self, pack: int) -> int:
         """Return the tokens that a pack holds."""
-        return sum(self.plan.samples[index].length for index in self._packs[pack])
+        return int(self._lengths[self._packs[pack]].sum())
 
     def read_tokens(self, pack: int) -> np.ndarray:
         """Return the pack's token ids, int32 [tokens of the pack], as planned."""
@@ -162,19 +191,21 @@ class Store:
         for name, values in states.items():
             assert values.shape[-2:] == (length, self.schema.hidden), f"{name} {values.shape}"
             arrays[name] = self._write_shard(name, pack, self._state_chunks(values))
-        samples = [
-            [i, self.plan.samples[i].start, self.plan.samples[i].length] for i in self._packs[pack]
-        ]
+        members = self._packs[pack]
+        samples = np.stack([members, self._starts[members], self._lengths[members]], axis=1)
         record = records.commit_record(
             pack=pack,
             num_tokens=length,
             arrays=arrays,
-            samples=samples,
+            samples=samples.tolist(),
             quarantined=quarantined or {},
             run=dict(run_info or {}),
         )
         self.blobs.create(commit_key(pack), [record])
-        self.committed.add(pack)
+        self._index = self._index.added(pack, record, sorted(quarantined or {}))
+        self._commits_since_index += 1
+        if self._commits_since_index >= _COMMITS_PER_INDEX:
+            self.fold_index()
         return sum(arrays[name]["bytes"] for name in states)
 
     def _state_chunks(self, values: np.ndarray) -> Iterator[np.ndarray | None]:
@@ -200,7 +231,7 @@ class Store:
         num_bytes = self.blobs.create(shard_key(name, pack), writer.parts())
         return {"bytes": num_bytes, "crc32c": writer.crcs}
 
-    def _write_fixed_part(
+    def _write_first_plan(
         self,
         schema: Schema,
         identity: Identity,
@@ -218,45 +249,123 @@ class Store:
         fixed = {GROUP_KEY: group_json(schema, identity, options)}
         for name in (*schema.state_arrays, TOKENS, LOSS_MASK):
             fixed[f"{name}/{GROUP_KEY}"] = pretty_json(schema.array_json(name, plan.num_packs))
-        token_files = []
-        for members in plan.pack_samples():
-            pack = len(token_files)
-            token_files.append(
-                {
-                    name: self._write_shard(name, pack, [_row(schema, plan, members, per_sample)])
-                    for name, per_sample in ((TOKENS, tokens), (LOSS_MASK, masks))
-                }
-            )
-        fixed |= {f"{PLAN}/0/{k}": v for k, v in records.plan_files(plan, token_files).items()}
         digests = {}
         for key, content in fixed.items():
-            self.blobs.create(key, [content])
-            digests[key] = records.sha256(content)
+            digests[key] = records.copy_in(self.blobs, key, content)
         for name, source in target_files.items():
             key = f"{TARGET}/{name}"
             digests[key] = records.copy_in(self.blobs, key, source)
-        self.blobs.create(MANIFEST_KEY, [records.manifest(digests)])
+        self._write_plan(0, identity, plan, tokens, masks, first_pack=0, digests=digests)
+
+    def _write_further_plan(
+        self,
+        identity: Identity,
+        plan: Plan,
+        tokens: Sequence[np.ndarray],
+        masks: Sequence[np.ndarray],
+    ) -> None:
+        """Append a plan: its packs follow those that are planned, its manifest makes it count."""
+        first_pack, first_sample = self.plan.num_packs, len(self.plan.samples)
+        number = count_plans(self.blobs)
+        total = first_pack + plan.num_packs
+        for name in (TOKENS, LOSS_MASK):
+            for pack in range(first_pack, total):
+                if exists(self.blobs, shard_key(name, pack)):
+                    self.blobs.delete(shard_key(name, pack))
+        for key in self.blobs.list(f"{PLAN}/{number}"):
+            self.blobs.delete(key)
+        digests = {}
+        # The only objects ever replaced: the first axis of each array counts the planned packs.
+        for name in (*self.schema.state_arrays, TOKENS, LOSS_MASK):
+            content = pretty_json(self.schema.array_json(name, total))
+            self.blobs.replace(f"{name}/{GROUP_KEY}", content)
+            digests[f"{name}/{GROUP_KEY}"] = records.sha256(content)
+        moved = Plan(
+            samples=[replace(s, pack=s.pack + first_pack) for s in plan.samples],
+            batches=[[[i + first_sample for i in b] for b in unit] for unit in plan.batches],
+            num_packs=plan.num_packs,
+            num_held_out_packs=plan.num_held_out_packs,
+            unit_packs=plan.unit_packs,
+            report=plan.report,
+        )
+        self._write_plan(
+            number, identity, moved, tokens, masks, first_pack=first_pack, digests=digests
+        )
+
+    def _write_plan(
+        self,
+        number: int,
+        identity: Identity,
+        plan: Plan,
+        tokens: Sequence[np.ndarray],
+        masks: Sequence[np.ndarray],
+        *,
+        first_pack: int,
+        digests: dict[str, str],
+    ) -> None:
+        """Write token shards, plan files and the manifest that closes them."""
+        members: list[list[int]] = [[] for _ in range(plan.num_packs)]
+        for index, sample in enumerate(plan.samples):
+            members[sample.pack - first_pack].append(index)
+        token_files = [
+            {
+                name: self._write_shard(
+                    name, first_pack + at, [_row(self.schema, plan, indices, per_sample)]
+                )
+                for name, per_sample in ((TOKENS, tokens), (LOSS_MASK, masks))
+            }
+            for at, indices in enumerate(members)
+        ]
+        for name, content in records.plan_files(plan, token_files, identity.plan).items():
+            key = f"{PLAN}/{number}/{name}"
+            digests[key] = records.copy_in(self.blobs, key, content)
+        self.blobs.create(manifest_key(number), [records.manifest(digests)])
 
     def _load(self) -> None:
         header = read_header(self.blobs)
         assert header is not None
         self.schema = header.schema
-        self.plan, self._token_files = read_plan(self.blobs)
+        self.plan, self._token_files = read_plan(self.blobs, batches=True)
         self._packs = self.plan.pack_samples()
-        self.committed = {
-            records.parse_commit(self.blobs.read(key), key)["pack"]
-            for key in self.blobs.list(COMMIT)
-            if not is_temporary(key)
-        }
+        self._starts, self._lengths = self.plan.column("start"), self.plan.column("length")
+        self._index = read_pack_index(self.blobs, self.plan.num_packs)
 
     def _drop_uncommitted(self) -> None:
-        """Delete what an interrupted run left: temporary files and shards without a record."""
-        kept = {shard_key(n, p) for n in self.schema.state_arrays for p in self.committed}
-        for name in (*self.schema.state_arrays, COMMIT):
-            for key in self.blobs.list(f"{name}/c" if name != COMMIT else name):
-                is_leftover = key not in kept if name != COMMIT else is_temporary(key)
-                if is_leftover:
+        """Delete what an interrupted run left: temporary files, shards and records that do not
+        count."""
+        packs = self.committed
+        kept = {shard_key(name, pack) for name in self.schema.state_arrays for pack in packs}
+        kept |= {commit_key(pack) for pack in packs}
+        for folder in (*(f"{name}/c" for name in self.schema.state_arrays), COMMIT):
+            for key in self.blobs.list(folder):
+                if key not in kept:
                     self.blobs.delete(key)
+
+
+def _check_address(blobs: Blobs, identity: Identity, *, append: bool) -> bool:
+    """Return whether the store at an address already has this plan.
+
+    Raises:
+        BadInput: it holds something else, or a store made with other settings.
+    """
+    header = read_header(blobs, required=False)
+    if header is None:
+        strangers = [k for k in blobs.list("") if not k.startswith(f"{LOGS}/") and k != ".owner"]
+        if strangers:
+            raise BadInput(
+                f"--out {blobs.url} is not empty and holds no store (it has {strangers[0]}); "
+                "give a new folder"
+            )
+        return False
+    if not exists(blobs, MANIFEST_KEY):
+        return False
+    where = f"the store at {blobs.url}"
+    compare(header.identity, identity, kinds=APPEND, where=where)
+    if identity.plan in read_plan_identities(blobs):
+        return True
+    if not append:
+        compare(header.identity, identity, kinds=RESUME, where=where)
+    return False
 
 
 def _row(
@@ -270,26 +379,9 @@ def _row(
     return row
 
 
-def _exists(blobs: Blobs, key: str) -> bool:
-    try:
-        blobs.size(key)
-    except FileNotFoundError:
-        return False
-    return True
-
-
 def _local_root(blobs: Blobs) -> Path:
     assert isinstance(blobs, LocalBlobs), "ownership is by flock, on local disks"
     return blobs.root
-
-
-def _refuse_foreign_folder(blobs: Blobs) -> None:
-    strangers = [k for k in blobs.list("") if not k.startswith(f"{LOGS}/") and k != ".owner"]
-    if strangers:
-        raise BadInput(
-            f"--out {blobs.url} is not empty and holds no store (it has {strangers[0]}); "
-            "give a new folder"
-        )
 
 
 def _refuse_small_disk(blobs: Blobs, needed: int) -> None:

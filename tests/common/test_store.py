@@ -185,7 +185,7 @@ def test_quarantined_sample_is_left_out(tmp_path, corpus_maker):
     cache = open_cache(str(tmp_path / "s"))
     assert 1 not in cache.samples
     assert 0 in cache.samples
-    assert cache.records[0]["quarantined"] == {1: "layer 3, position 7: not finite"}
+    assert cache.record(0)["quarantined"] == {1: "layer 3, position 7: not finite"}
 
 
 def is_padding(place: int, shard: bytes, key: str) -> bool:
