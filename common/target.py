@@ -5,7 +5,7 @@ multimodal model) and config keys (logit and embedding scales); this is the one 
 Letters: T tokens, K captured layers, H hidden, V vocabulary, N decoder layers.
 """
 
-import re
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -219,7 +219,7 @@ def _describe(
     tied = lm_head.weight.data_ptr() == embed_tokens.weight.data_ptr()
     base.to(device)
     if head or tied:
-        causal.to(device)
+        lm_head.to(device)
     return Target(
         checkpoint=checkpoint,
         base=base,
@@ -272,7 +272,7 @@ class Capture:
         return keep
 
     def take(self) -> list[torch.Tensor]:
-        """Hand over the K states [batch, T, H] of the last forward, in layer order, and forget them."""
+        """Hand over and forget the K states [batch, T, H] of the last forward, in layer order."""
         missing = [layer for layer in self.layers if layer not in self._states]
         assert not missing, f"no forward ran through layers {missing} since the last take"
         states = [self._states[layer] for layer in self.layers]
@@ -280,50 +280,8 @@ class Capture:
         return states
 
 
-def resolve_layers(layers: str, num_layers: int) -> tuple[int, ...]:
-    """Return the ids that `auto:K` or a comma-separated list means for `num_layers` layers.
-
-    Id i is the output of decoder layer i. `auto:K` spreads K ids from layer 1 to N-3 (`N // 2` for
-    K = 1).
-
-    Raises:
-        BadInput: unknown spelling, an id outside 0 … N-2, the last layer, or a repeated id.
-    """
-    allowed = f"allowed are distinct ids from 0 to {num_layers - 2}, or auto:K"
-    automatic = re.fullmatch(r"auto:([0-9]+)", layers.strip())
-    if automatic:
-        count = int(automatic[1])
-        ids = _spread(count, num_layers)
-        if count < 1 or len(set(ids)) < count or min(ids) < 0 or max(ids) > num_layers - 2:
-            raise BadInput(
-                f"--layers {layers} gives no {count} distinct layers of this target's {num_layers}; "
-                f"{allowed}; ask for fewer, or list them"
-            )
-        return ids
-    if not re.fullmatch(r"-?[0-9]+(,-?[0-9]+)*", layers.replace(" ", "")):
-        raise BadInput(f"--layers {layers} is not a list of layer ids; {allowed}, as in 1,9,17")
-    ids = tuple(int(each) for each in layers.split(","))
-    if num_layers - 1 in ids:
-        raise BadInput(
-            f"--layers {layers} has {num_layers - 1}, the last layer, whose state serving engines "
-            f"cannot capture before the final norm; {allowed}; --teacher final keeps the final state"
-        )
-    if outside := [each for each in ids if not 0 <= each <= num_layers - 2]:
-        raise BadInput(
-            f"--layers {layers} has {outside[0]}, which this target of {num_layers} layers does not "
-            f"have; {allowed}"
-        )
-    if len(set(ids)) < len(ids):
-        raise BadInput(f"--layers {layers} repeats an id; {allowed}; name each once")
-    return ids
-
-
-def _spread(count: int, num_layers: int) -> tuple[int, ...]:
-    if count <= 1:
-        return (num_layers // 2,)
-    return tuple(round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count))
-
-
+# Reading it from a GGUF file takes seconds; transformers copies what it is given.
+@functools.lru_cache(maxsize=4)
 def _full_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     with _refusing(checkpoint, "config"):
         return AutoConfig.from_pretrained(checkpoint.where, **checkpoint.load_arguments())
@@ -343,18 +301,13 @@ def _refusing(checkpoint: Checkpoint, part: str) -> Iterator[None]:
 
 def _drop_other_modalities(causal: PreTrainedModel) -> None:
     """Free the towers of a multimodal checkpoint; its text part never reads them."""
-    base = causal.get_decoder()
-    kept = {
-        id(module) for root in (base, causal.get_output_embeddings()) for module in root.modules()
-    }
-    kept |= {id(module) for module in causal.modules() if _contains(module, base)}
-    for module in causal.modules():
-        if id(module) not in kept and next(module.parameters(recurse=False), None) is not None:
+    names = {id(module): name for name, module in causal.named_modules()}
+    roots = [names[id(m)] for m in (causal.get_decoder(), causal.get_output_embeddings())]
+    for name, module in causal.named_modules():
+        around = any(f"{root}.".startswith(f"{name}.") or name == "" for root in roots)
+        inside = any(f"{name}.".startswith(f"{root}.") for root in roots)
+        if not (around or inside):
             module.to("meta")
-
-
-def _contains(module: nn.Module, part: nn.Module) -> bool:
-    return any(each is part for each in module.modules())
 
 
 def _decoder_layers(base: nn.Module, count: int, checkpoint: Checkpoint) -> nn.ModuleList:

@@ -1,0 +1,254 @@
+"""Where the assistant's turns stand in a rendered conversation, and the mask bits of their tokens.
+
+Spans are characters of the rendered text. A template's own generation tags are believed; elsewhere
+the conversation is rendered up to each turn, with and without it, and where a template rewrites
+earlier turns (as those that drop old reasoning do) the message's text is looked for.
+"""
+
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dflash_offline.common.errors import BadInput
+from dflash_offline.common.store import LossMask
+
+Message = Mapping[str, Any]
+Span = tuple[int, int]
+# (messages, with generation prompt) to text; raises BadInput where the template refuses.
+Render = Callable[[Sequence[Message], bool], str]
+
+_REASONING = re.compile(
+    r"<think>.*?(?:</think>|\Z)"
+    r"|\[THINK\].*?(?:\[/THINK\]|\Z)"
+    r"|<\|channel\|>analysis.*?(?:<\|end\|>|\Z)",
+    re.DOTALL,
+)
+_REASONING_OPENS = ("<think>", "[THINK]")
+_REASONING_CLOSES = re.compile(r"</think>|\[/THINK\]")
+_EMPTY_REASONING = re.compile(r"<think>\s*</think>\s*|\[THINK\]\s*\[/THINK\]\s*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One assistant message in the rendered text.
+
+    Attributes:
+        start, end: its characters, header excluded, end of turn included.
+        content_start, content_end: the message's own text inside them.
+        has_reasoning: the message itself holds reasoning.
+        opens_in_header: the header before it ends with an opening reasoning tag.
+    """
+
+    start: int
+    end: int
+    content_start: int
+    content_end: int
+    has_reasoning: bool
+    opens_in_header: bool
+
+
+def find_turns(
+    text: str, messages: Sequence[Message], *, render: Render, tagged: Sequence[Span] | None
+) -> list[Turn]:
+    """Return the assistant's turns, in order.
+
+    Args:
+        text: the whole conversation, rendered.
+        messages: its messages.
+        render: renders the first messages, with or without generation prompt.
+        tagged: what the template's generation tags mark; None when it has none.
+
+    Raises:
+        BadInput: what the assistant wrote cannot be found in the text.
+    """
+    turns: list[Turn] = []
+    cursor = 0
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        if tagged is None:
+            turn = _by_prefixes(messages, i, render=render, text=text, cursor=cursor)
+        else:
+            turn = _by_tag(message, tagged, text=text, cursor=cursor)
+        if turn is None:
+            raise BadInput(
+                f"messages[{i}]: the chat template changes the assistant's text so that it cannot "
+                "be found again; give a template with {% generation %} tags"
+            )
+        turns.append(turn)
+        cursor = turn.end
+    return turns
+
+
+def _by_prefixes(
+    messages: Sequence[Message], i: int, *, render: Render, text: str, cursor: int
+) -> Turn | None:
+    header = _prefix(messages[:i], True, render=render)
+    through = _prefix(messages[: i + 1], False, render=render)
+    start = len(header) if header is not None and text.startswith(header) else None
+    pieces = _pieces(messages[i])
+    content = _locate(text, pieces, start=cursor if start is None else start)
+    if start is None:
+        if content is None:
+            return None
+        start = content[0]
+    if through is not None and text.startswith(through) and len(through) >= start:
+        end = len(through)
+        if content is None or content[1] > end:
+            content = (start, end)
+    elif content is not None:
+        end = content[1] + _tail_length(text, content[1], through, pieces)
+    else:
+        return None
+    return _turn(text, messages[i], span=(start, end), content=content)
+
+
+def _prefix(messages: Sequence[Message], generation_prompt: bool, *, render: Render) -> str | None:
+    try:
+        return render(messages, generation_prompt)
+    except BadInput:
+        # Some templates refuse a conversation that is empty or does not end with the user.
+        return None
+
+
+def _by_tag(message: Message, tagged: Sequence[Span], *, text: str, cursor: int) -> Turn | None:
+    span = next((span for span in tagged if span[0] >= cursor), None)
+    if span is None:
+        return None
+    content = _locate(text, _pieces(message), start=span[0])
+    if content is None or content[1] > span[1]:
+        content = span
+    return _turn(text, message, span=span, content=content)
+
+
+def _turn(text: str, message: Message, *, span: Span, content: Span) -> Turn:
+    written = _content(message)
+    reasoning = bool(message.get("reasoning_content") or message.get("reasoning"))
+    # A generated answer may lack the opening tag, which stood in its prompt.
+    reasoning |= bool(_REASONING.search(written) or _REASONING_CLOSES.search(written))
+    return Turn(
+        start=span[0],
+        end=span[1],
+        content_start=content[0],
+        content_end=content[1],
+        has_reasoning=reasoning,
+        opens_in_header=text[: span[0]].rstrip().endswith(_REASONING_OPENS),
+    )
+
+
+def _content(message: Message) -> str:
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        return "".join(part.get("text", "") for part in content)
+    return content
+
+
+def _pieces(message: Message) -> list[str]:
+    """Return the texts to look for, the likeliest first: whole content, then without reasoning."""
+    content = _content(message).strip()
+    answer = _REASONING_CLOSES.split(content)[-1].strip()
+    return [content] if answer == content else [content, answer]
+
+
+def _locate(text: str, pieces: Sequence[str], *, start: int) -> Span | None:
+    for piece in pieces:
+        at = text.find(piece, start) if piece else -1
+        if at >= 0:
+            return at, at + len(piece)
+    return None
+
+
+def _tail_length(text: str, end: int, through: str | None, pieces: Sequence[str]) -> int:
+    """Return how many characters after the content still belong to the turn."""
+    if through is None:
+        return 0
+    for piece in pieces:
+        at = through.rfind(piece)
+        tail = through[at + len(piece) :] if at >= 0 else ""
+        if tail and text.startswith(tail, end):
+            return len(tail)
+    return 0
+
+
+def loss_mask(
+    text: str, turns: Sequence[Turn], *, offsets: np.ndarray, specials: np.ndarray
+) -> np.ndarray:
+    """Return the `LossMask` bits, uint8 [T], of the tokens of a rendered conversation.
+
+    Args:
+        text: the rendered conversation.
+        turns: the assistant's turns in it.
+        offsets: int64 [T, 2], first and last-plus-one character of each token.
+        specials: bool [T], whether a token is one of the tokenizer's special ones.
+    """
+    mask = np.zeros(len(offsets), np.uint8)
+    for number, turn in enumerate(turns):
+        tokens = _mark(mask, turn, text=text, offsets=offsets, specials=specials)
+        if number == len(turns) - 1:
+            mask[tokens] |= np.where(mask[tokens] != 0, LossMask.LAST_TURN, 0).astype(np.uint8)
+    return mask
+
+
+def _mark(
+    mask: np.ndarray, turn: Turn, *, text: str, offsets: np.ndarray, specials: np.ndarray
+) -> slice:
+    """Set the bits of one turn and return its tokens."""
+    tokens = _tokens_in(offsets, (turn.start, turn.end))
+    mask[tokens] |= LossMask.ASSISTANT
+    closing = _closing_token(turn, tokens, offsets=offsets, specials=specials)
+    if closing is None:
+        after = _tokens_in(offsets, (turn.content_end, turn.end))
+        mask[max(after.start, tokens.start) : tokens.stop] |= LossMask.TEMPLATE
+    else:
+        mask[closing] = LossMask.END_OF_TURN
+        mask[closing + 1 : tokens.stop] = 0
+        tokens = slice(tokens.start, closing + 1)
+    body = text[turn.start : turn.end]
+    for start, end in _supplied(turn, body):
+        mask[_tokens_in(offsets, (turn.start + start, turn.start + end))] |= LossMask.TEMPLATE
+    for start, end in _reasoning(turn, body):
+        mask[_tokens_in(offsets, (turn.start + start, turn.start + end))] |= LossMask.REASONING
+    return tokens
+
+
+def _tokens_in(offsets: np.ndarray, span: Span) -> slice:
+    """Return the tokens that overlap `span`."""
+    first = bisect_left(offsets[:, 1], span[0] + 1)
+    return slice(first, max(first, bisect_left(offsets[:, 0], span[1])))
+
+
+def _closing_token(
+    turn: Turn, tokens: slice, *, offsets: np.ndarray, specials: np.ndarray
+) -> int | None:
+    """Return the end-of-turn token: the last special one after the content."""
+    found = np.flatnonzero(specials[tokens])
+    if len(found):
+        last = tokens.start + int(found[-1])
+        return last if offsets[last, 0] >= turn.content_end else None
+    following = tokens.stop
+    # A template may close its generation tag before the end of turn that the target writes too.
+    if following < len(specials) and specials[following] and offsets[following, 0] == turn.end:
+        return following
+    return None
+
+
+def _supplied(turn: Turn, body: str) -> list[Span]:
+    """Return the parts of a turn that the template wrote before the message's own text."""
+    if turn.has_reasoning:
+        return []
+    gap = body[: turn.content_start - turn.start]
+    spans = [(0, len(gap))] if gap.strip() else []
+    if not turn.opens_in_header:
+        spans += [match.span() for match in _EMPTY_REASONING.finditer(body)]
+    return spans
+
+
+def _reasoning(turn: Turn, body: str) -> list[Span]:
+    if turn.opens_in_header:
+        closes = _REASONING_CLOSES.search(body)
+        return [(0, closes.end() if closes else len(body))]
+    return [match.span() for match in _REASONING.finditer(body)]

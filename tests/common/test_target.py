@@ -1,0 +1,222 @@
+"""Loading targets: layer ids, capture against an independent forward, heads, scales, refusals."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    CohereConfig,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GraniteConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.siglip import SiglipVisionConfig
+
+from dflash_offline.common import checkpoint_files
+from dflash_offline.common.errors import BadInput
+from dflash_offline.common.layer_ids import resolve_layers
+from dflash_offline.common.target import Capture, Target, load_config, load_target
+
+SMALL = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SLIDING = {"sliding_window": 8}
+FAMILIES: dict[str, PreTrainedConfig] = {
+    "qwen3": Qwen3Config(**SMALL, tie_word_embeddings=False),
+    "llama": LlamaConfig(**SMALL, tie_word_embeddings=True),
+    "gemma3": Gemma3TextConfig(**SMALL, **SLIDING, final_logit_softcapping=5.0),
+    "qwen3-moe": Qwen3MoeConfig(**SMALL, **MOE),
+    "qwen3.5-hybrid": Qwen3_5TextConfig(**SMALL, **LINEAR),
+    "gpt-oss": GptOssConfig(**SMALL, **SLIDING, num_local_experts=4, num_experts_per_tok=2),
+    "granite": GraniteConfig(**SMALL, logits_scaling=4.0, embedding_multiplier=3.0),
+    "cohere": CohereConfig(**{k: v for k, v in SMALL.items() if k != "head_dim"}),
+}
+
+
+def save_model(config: PreTrainedConfig, folder: Path) -> Path:
+    """Save random weights, seeded, as a Hugging Face folder."""
+    torch.manual_seed(0)
+    MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path, *, head: bool = False) -> Target:
+    return load_target(folder, dtype=torch.float32, device="cpu", head=head)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tmp_path_factory) -> Target:
+    folder = tmp_path_factory.mktemp("target")
+    return load(save_model(FAMILIES[request.param], folder))
+
+
+def independent_states(target: Target, ids: torch.Tensor) -> list[torch.Tensor]:
+    """What each decoder layer hands to its successor (the last one: to the final norm), cloned."""
+    states = []
+    successors = [*target.layers[1:], target.final_norm]
+    handles = [
+        module.register_forward_pre_hook(
+            lambda _m, args, kwargs: states.append((args or [kwargs["hidden_states"]])[0].clone()),
+            with_kwargs=True,
+        )
+        for module in successors
+    ]
+    target.base(input_ids=ids, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return states
+
+
+@torch.inference_mode()
+def test_capture(family: Target):
+    layers = (0, 1, family.num_layers - 2)
+    ids = torch.arange(1, 24)[None] % 97
+    with Capture(family, layers) as capture:
+        family.base(input_ids=ids, use_cache=False)
+        captured = capture.take()
+        with pytest.raises(AssertionError, match="no forward"):
+            capture.take()
+    expected = independent_states(family, ids)
+    for layer, state in zip(layers, captured, strict=True):
+        assert state.shape == (1, 23, family.hidden_size)
+        torch.testing.assert_close(state, expected[layer], rtol=0, atol=0)
+    assert not any(module._forward_hooks for module in family.layers)
+
+
+@torch.inference_mode()
+def test_head_logits(family: Target):
+    """Scale, soft-cap, tying and the post-norm convention are those of the model itself."""
+    ids = torch.arange(3, 20)[None]
+    final = family.base(input_ids=ids, use_cache=False).last_hidden_state
+    torch.testing.assert_close(family.head_logits(final[0]), family.own_logits(ids)[0])
+
+
+@torch.inference_mode()
+def test_embedding_scale(family: Target):
+    ids = torch.arange(3, 20)[None]
+    seen = []
+    handle = family.layers[0].register_forward_pre_hook(
+        lambda _m, args, kwargs: seen.append((args or [kwargs["hidden_states"]])[0]),
+        with_kwargs=True,
+    )
+    family.base(input_ids=ids, use_cache=False)
+    handle.remove()
+    torch.testing.assert_close(seen[0], family.embed_weight()[ids] * family.embedding_scale)
+
+
+def test_base_makes_no_logits(family: Target):
+    assert not any(m is family.lm_head for m in family.base.modules())
+    assert family.tied == family.config.tie_word_embeddings
+    assert family.head_weight().shape == (family.vocab_size, family.hidden_size)
+
+
+def test_text_part_of_a_multimodal_checkpoint(tmp_path: Path):
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    config = Gemma3Config(
+        text_config=Gemma3TextConfig(**SMALL, **SLIDING),
+        vision_config=SiglipVisionConfig(**vision),
+        mm_tokens_per_image=4,
+    )
+    torch.manual_seed(0)
+    Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
+    target = load(tmp_path)
+    assert (
+        target.num_layers == load_config(tmp_path).num_hidden_layers == SMALL["num_hidden_layers"]
+    )
+    towers = [p for n, p in target.causal.named_parameters() if "vision" in n or "projector" in n]
+    assert towers
+    assert all(p.is_meta for p in towers)
+    ids = torch.arange(3, 20)[None]
+    with torch.inference_mode():
+        final = target.base(input_ids=ids, use_cache=False).last_hidden_state
+        torch.testing.assert_close(target.head_logits(final[0]), target.own_logits(ids)[0])
+
+
+def test_weight_digest(tmp_path: Path):
+    config = FAMILIES["qwen3"]
+    one = load(save_model(config, tmp_path / "one")).weight_digest()
+    torch.manual_seed(0)
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
+    assert load(tmp_path / "sharded").weight_digest() == one
+    model.model.norm.weight.data[0] += 1
+    model.save_pretrained(tmp_path / "changed")
+    assert load(tmp_path / "changed").weight_digest() != one
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "spelling", "expected"),
+    [
+        (36, "auto:5", (1, 9, 17, 25, 33)),
+        (64, "auto:5", (1, 16, 31, 46, 61)),
+        (40, "auto:8", (1, 6, 11, 16, 22, 27, 32, 37)),
+        (30, "auto:1", (15,)),
+        (30, "1,9,17", (1, 9, 17)),
+        (30, " 28, 0 ", (28, 0)),
+    ],
+)
+def test_resolve_layers(num_layers: int, spelling: str, expected: tuple[int, ...]):
+    assert resolve_layers(spelling, num_layers) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "spelling", "words"),
+    [
+        (30, "29", "last layer"),
+        (30, "30", "does not have"),
+        (30, "-1", "does not have"),
+        (30, "1,1", "repeats"),
+        (30, "last", "not a list"),
+        (30, "1,,2", "not a list"),
+        (30, "", "not a list"),
+        (6, "auto:5", "distinct"),
+        (4, "auto:5", "distinct"),
+        (30, "auto:0", "distinct"),
+        (1, "auto:1", "distinct"),
+    ],
+)
+def test_resolve_layers_refuses(num_layers: int, spelling: str, words: str):
+    with pytest.raises(BadInput, match=words) as caught:
+        resolve_layers(spelling, num_layers)
+    assert f"--layers {spelling}" in str(caught.value)
+    assert "allowed" in str(caught.value)
+
+
+def test_missing_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(checkpoint_files.huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes.txt").write_text("no model")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/config.json").write_text('{"model_type": "no-such-family"}')
+    for given in ("missing", "missing.gguf", "empty", "notes.txt", "broken"):
+        with pytest.raises(BadInput, match=f"--target .*{given}"):
+            load(tmp_path / given)
+    with pytest.raises(BadInput, match="--target no-one/no-model .*cannot be reached"):
+        load_target("no-one/no-model", dtype=torch.float32, device="cpu", head=False)
