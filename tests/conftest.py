@@ -31,7 +31,7 @@ class Corpus:
     final: list[np.ndarray]
     target_files: dict[str, bytes]
 
-    def open(self, url: Path) -> Store:
+    def open(self, url: Path, *, append: bool = False) -> Store:
         return Store.create_or_resume(
             str(url),
             schema=self.schema,
@@ -41,15 +41,19 @@ class Corpus:
             masks=self.masks,
             target_files=self.target_files,
             options={"note": "made by a test"},
+            append=append,
         )
 
-    def commit(self, store: Store, packs: range | list[int] | None = None) -> None:
+    def commit(
+        self, store: Store, packs: range | list[int] | None = None, *, first_pack: int = 0
+    ) -> None:
+        """Commit packs of this corpus, which stand behind `first_pack` packs of earlier plans."""
         for pack in range(self.plan.num_packs) if packs is None else packs:
-            members = store.pack_samples(pack)
+            members = [i for i, s in enumerate(self.plan.samples) if s.pack == pack]
             features = np.concatenate([self.features[i] for i in members], axis=1)
             final = np.concatenate([self.final[i] for i in members])
             has_final = self.schema.teacher == "final"
-            store.commit_pack(pack, features, final if has_final else None)
+            store.commit_pack(first_pack + pack, features, final if has_final else None)
 
 
 def random_bfloat16(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
