@@ -1,6 +1,8 @@
 """The five commands' `--help`: quick, without heavy imports, complete and with an example."""
 
+import dataclasses
 import importlib
+import re
 import resource
 import subprocess
 import sys
@@ -15,8 +17,8 @@ SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scrip
 HEAVY = {"torch", "transformers", "zarr", "numpy", "pyarrow", "triton", "matplotlib", "s3fs"}
 # Half a second on a quiet machine, in CPU time so that a busy one changes little; 0.2 measured.
 MAX_CPU_S = 0.5
-# Added to every command by `command`, not a field of its dataclass.
-EXTRA = {"config", "version", "show", "help"}
+# Options that are no field of a command's dataclass.
+EVERYWHERE = {"config", "version", "help"}
 
 
 def cli_of(entry: str) -> click.Command:
@@ -39,8 +41,26 @@ def every_command() -> list:
     ]
 
 
+def with_config() -> list:
+    """Return script and dataclass of every command that is one command, not a group."""
+    found = []
+    for script, entry in SCRIPTS.items():
+        module = importlib.import_module(entry.partition(":")[0])
+        configs = [v for v in vars(module).values() if dataclasses.is_dataclass(v)]
+        if not isinstance(cli_of(entry), click.Group):
+            (config,) = configs
+            found.append(pytest.param(script, config, id=script))
+    return found
+
+
+def options(command: click.Command) -> list[click.Option]:
+    """Return a command's own options, without those that every command has."""
+    own = [each for each in command.params if isinstance(each, click.Option)]
+    return [each for each in own if each.name not in EVERYWHERE]
+
+
 def help_of(command: click.Command) -> str:
-    return command.get_help(click.Context(command, info_name=command.name, max_content_width=100))
+    return command.get_help(click.Context(command, info_name=command.name))
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -86,30 +106,34 @@ def test_version(script: str, capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize("command", every_command())
 def test_page_has_an_example(command: click.Command):
     page = help_of(command)
-    assert "$ dflash-" in page or "\n  dflash-" in page, page
+    assert re.search(r"^ +(\$ )?dflash-", page, re.MULTILINE), page
 
 
 @pytest.mark.parametrize("command", every_command())
 def test_options_say_what_they_do(command: click.Command):
-    for parameter in command.params:
-        if not isinstance(parameter, click.Option):
-            continue
-        assert parameter.help, parameter.opts
-        assert parameter.help[0].isupper() or parameter.help[0] == "`", parameter.help
-        assert parameter.help.endswith("."), parameter.help
-        is_number = isinstance(
-            parameter.type, click.types.IntParamType | click.types.FloatParamType
-        )
-        is_range = isinstance(parameter.type, click.IntRange | click.FloatRange)
-        assert is_range or not is_number, f"{parameter.opts} is a number without a range"
+    for option in options(command):
+        assert option.help, option.opts
+        assert option.help[0].isupper(), option.help
+        assert option.help.endswith((".", "]")), option.help
+        is_number = isinstance(option.type, click.types.IntParamType | click.types.FloatParamType)
+        is_range = isinstance(option.type, click.IntRange | click.FloatRange)
+        assert is_range or not is_number, f"{option.opts} is a number without a range"
 
 
-@pytest.mark.parametrize("command", every_command())
-def test_page_shows_defaults(command: click.Command):
-    page = help_of(command)
-    for parameter in command.params:
-        if isinstance(parameter, click.Option) and parameter.name not in EXTRA:
-            has_default = parameter.default not in (None, (), click.core.UNSET)
-            if has_default and not parameter.is_flag and not parameter.required:
-                assert parameter.show_default, f"{parameter.opts} hides its default"
-    assert "[default: " in page or "[required]" in page or "Usage" in page
+@pytest.mark.parametrize(("script", "config"), with_config())
+def test_options_are_the_fields(script: str, config: type):
+    """Names and defaults are those of the dataclass, and the page shows them."""
+    command = cli_of(SCRIPTS[script])
+    page = " ".join(help_of(command).split())
+    declared = {option.name: option for option in options(command)}
+    fields = {field.name: field for field in dataclasses.fields(config)}
+    assert list(declared) == list(fields)
+    for name, field in fields.items():
+        option = declared[name]
+        spelled = f"--{name.replace('_', '-')}"
+        assert spelled in option.opts, f"{script} has no {spelled}"
+        assert option.required == (field.default is dataclasses.MISSING), spelled
+        if field.default not in (None, (), dataclasses.MISSING):
+            assert option.get_default(click.Context(command)) == field.default
+            if not option.is_flag:
+                assert f"[default: {field.default}" in page, spelled
