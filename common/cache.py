@@ -71,6 +71,7 @@ class Cache:
     Attributes:
         plan: all samples, also those not committed yet.
         packs: committed pack numbers, ascending.
+        num_quarantined: samples that failed in extraction; they are in none of the lists below.
         samples: indices into `plan.samples` that can be read, in plan order.
         training_samples, held_out_samples: the same, divided.
     """
@@ -88,6 +89,7 @@ class Cache:
         bad = [index for _, members in self._index.packs.values() for index in members]
         usable = np.isin(self.plan.column("pack"), self.packs)
         usable[bad] = False
+        self.num_quarantined = len(bad)
         held_out = self.plan.column("held_out")
         self.samples: list[int] = np.flatnonzero(usable).tolist()
         self.held_out_samples: list[int] = np.flatnonzero(usable & held_out).tolist()
@@ -153,21 +155,18 @@ class Cache:
                 name = "embed_tokens"
             return file.get_tensor(f"{name}.weight")
 
-    def check_manifest(self) -> list[str]:
-        """Return one line for every fixed file that is missing or differs from the manifest."""
-        problems = []
+    def fixed_files(self) -> dict[str, str]:
+        """Return the files that no pack changes, with the SHA-256 that the manifests state.
+
+        Raises:
+            DamagedStore: a manifest is not what was written.
+        """
         stated: dict[str, str] = {}
         for number in range(count_plans(self.blobs)):
             # A later plan's manifest holds the newer digest of what an append replaced.
             key = manifest_key(number)
             stated |= records.unseal(self.blobs.read(key), key)["files"]
-        for key, digest in stated.items():
-            try:
-                if records.sha256(self.blobs.read(key)) != digest:
-                    problems.append(f"{key} differs from the manifest")
-            except FileNotFoundError:
-                problems.append(f"{key} is missing")
-        return problems
+        return stated
 
     def _slots(self, layers: Sequence[int] | None) -> list[int]:
         stored = self.schema.layers
@@ -272,8 +271,8 @@ def read_chunks(
         DamagedStore: names the pack, the array and what is wrong.
     """
     key = shard_key(name, pack)
-    codec = codec_named(schema.codec if name in schema.state_arrays else "raw")
-    num_chunks = schema.num_chunks(name)
+    spec = schema.arrays[name]
+    codec, num_chunks = codec_named(spec.codec), spec.num_chunks
     try:
         if blobs.size(key) != record["bytes"]:
             raise BadShard(f"{blobs.size(key)} bytes where {record['bytes']} were written")
@@ -297,6 +296,6 @@ def read_flat(
     blobs: Blobs, schema: Schema, name: str, pack: int, record: dict[str, Any]
 ) -> np.ndarray:
     """Read a whole one-chunk shard: `tokens` int32 or `loss_mask` uint8, [pack_tokens]."""
-    out = np.empty(schema.pack_tokens, np.int32 if name == TOKENS else np.uint8)
+    out = np.empty(schema.pack_tokens, schema.arrays[name].dtype)
     read_chunks(blobs, schema, name, pack, record, [(0, out)])
     return out

@@ -65,6 +65,16 @@ def read_pack_index(blobs: Blobs, num_packs: int) -> PackIndex:
     return replace(index, packs=found)
 
 
+def read_indexes(blobs: Blobs) -> None:
+    """Read every index that was written, also those that no longer count.
+
+    Raises:
+        DamagedStore: one is not what was written.
+    """
+    for number in range(_count_indexes(blobs)):
+        records.parse_index(blobs.read(index_key(number)), index_key(number))
+
+
 def write_pack_index(blobs: Blobs, index: PackIndex, num_packs: int) -> PackIndex:
     """Write the next index and return it with its number."""
     complete = len(index.packs) == num_packs

@@ -6,6 +6,7 @@ that hold the plan and the records. Letters: K captured layers, T tokens of a pa
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -26,6 +27,7 @@ GROUP_KEY = "zarr.json"
 MANIFEST_KEY = "manifest.json"
 FEATURES, FINAL, TOKENS, LOSS_MASK = "features", "final", "tokens", "loss_mask"
 PLAN, TARGET, COMMIT, LOGS = "plan", "target", "commit", "logs"
+LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt")
 
 _CHUNK_BYTES = 8 << 20
 _MIN_CHUNK_TOKENS = 64
@@ -133,6 +135,21 @@ class Plan:
         return np.array([getattr(sample, name) for sample in self.samples])
 
 
+@dataclass(frozen=True)
+class ArraySpec:
+    """One array of a store: the shape that a pack has in it, its inner chunks, and their bytes."""
+
+    shard: tuple[int, ...]
+    chunk: tuple[int, ...]
+    dtype: str
+    codec: str
+
+    @property
+    def num_chunks(self) -> int:
+        """Inner chunks of one shard."""
+        return math.prod(self.shard) // math.prod(self.chunk)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Schema:
     """Shapes and codecs of a store's arrays.
@@ -164,23 +181,23 @@ class Schema:
         """Names of the arrays that hold hidden states."""
         return (FEATURES, FINAL) if self.teacher == "final" else (FEATURES,)
 
+    @property
+    def arrays(self) -> dict[str, "ArraySpec"]:
+        """Every array of the store."""
+        t, c, k, h = self.pack_tokens, self.chunk_tokens, len(self.layers), self.hidden
+        specs = {
+            FEATURES: ArraySpec((k, t, h), (1, c, h), "uint16", self.codec),
+            FINAL: ArraySpec((t, h), (c, h), "uint16", self.codec),
+            TOKENS: ArraySpec((t,), (t,), "int32", "raw"),
+            LOSS_MASK: ArraySpec((t,), (t,), "uint8", "raw"),
+        }
+        return {name: specs[name] for name in (*self.state_arrays, TOKENS, LOSS_MASK)}
+
     def array_json(self, name: str, num_packs: int) -> dict[str, Any]:
         """Return the zarr.json of one array."""
-        t, c, k, h = self.pack_tokens, self.chunk_tokens, len(self.layers), self.hidden
-        if name == FEATURES:
-            shapes = (num_packs, k, t, h), (1, k, t, h), (1, 1, c, h)
-        elif name == FINAL:
-            shapes = (num_packs, t, h), (1, t, h), (1, c, h)
-        else:
-            shapes = (num_packs, t), (1, t), (1, t)
-        dtype = {TOKENS: "int32", LOSS_MASK: "uint8"}.get(name, "uint16")
-        codec = self.codec if name in (FEATURES, FINAL) else "raw"
-        return array_metadata(*shapes, dtype, codec_named(codec))
-
-    def num_chunks(self, name: str) -> int:
-        """Return the number of inner chunks of one shard."""
-        per_layer = self.pack_tokens // self.chunk_tokens
-        return {FEATURES: per_layer * len(self.layers), FINAL: per_layer}.get(name, 1)
+        spec = self.arrays[name]
+        shape, shard, inner = (num_packs, *spec.shard), (1, *spec.shard), (1, *spec.chunk)
+        return array_metadata(shape, shard, inner, spec.dtype, codec_named(spec.codec))
 
     def bytes_per_token(self) -> int:
         """Return the raw size of one token's states, in bytes."""
@@ -218,7 +235,7 @@ def estimate_bytes(schema: Schema, plan: Plan) -> int:
     tokens = int(plan.column("length").sum())
     states = int(tokens * schema.bytes_per_token() * ratio)
     # Padding to 4 KiB and the zeros that fill the last inner chunk of a pack (they compress away).
-    chunks = plan.num_packs * sum(schema.num_chunks(a) for a in schema.state_arrays)
+    chunks = plan.num_packs * sum(schema.arrays[a].num_chunks for a in schema.state_arrays)
     fill = schema.chunk_tokens * schema.hidden * 2 if schema.codec == "raw" else 0
     last_chunks = plan.num_packs * fill * (len(schema.layers) + (schema.teacher == "final"))
     return states + chunks * ALIGN_BYTES + last_chunks + plan.num_packs * schema.pack_tokens * 5

@@ -226,7 +226,7 @@ class Store:
     def _write_shard(
         self, name: str, pack: int, chunks: Iterable[np.ndarray | None]
     ) -> dict[str, Any]:
-        codec = codec_named(self.schema.codec if name in self.schema.state_arrays else "raw")
+        codec = codec_named(self.schema.arrays[name].codec)
         writer = ShardWriter(chunks, codec)
         num_bytes = self.blobs.create(shard_key(name, pack), writer.parts())
         return {"bytes": num_bytes, "crc32c": writer.crcs}

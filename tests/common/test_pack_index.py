@@ -11,6 +11,7 @@ import pytest
 from dflash_offline.common import records
 from dflash_offline.common.blobs import LocalBlobs
 from dflash_offline.common.cache import open_cache
+from dflash_offline.common.cache_verify import find_problems
 from dflash_offline.common.errors import BadInput, DamagedStore
 from dflash_offline.common.pack_index import PackIndex, read_pack_index, write_pack_index
 from dflash_offline.common.store import commit_key, index_key
@@ -86,7 +87,7 @@ def test_append(tmp_path, corpus_maker):
     with first.open(url) as store:
         assert len(store.committed) == 7
     cache = open_cache(str(url))
-    assert cache.check_manifest() == []
+    assert find_problems(cache, deep=True) == []
     features = [*first.features, *second.features]
     for document in cache.read_many(cache.samples):
         np.testing.assert_array_equal(document.features, features[document.index])

@@ -1,0 +1,143 @@
+"""dflash-cache: look at a store, check it, mend it, copy it, or give samples up."""
+
+from dataclasses import dataclass
+
+import click
+
+from dflash_offline.common.options import (
+    CONTEXT,
+    click_command,
+    entry_point,
+    option,
+    version_option,
+)
+
+_URL = "Store, a folder or any fsspec URL."
+
+
+@dataclass(frozen=True, kw_only=True)
+class InfoConfig:
+    """Options of `dflash-cache info`."""
+
+    url: str = option(help=_URL, argument=True, metavar="URL")
+    json: bool = option(False, help="Print one JSON object instead of tables.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyConfig:
+    """Options of `dflash-cache verify`."""
+
+    url: str = option(help=_URL, argument=True, metavar="URL")
+    deep: bool = option(
+        False, help="Read every byte: checksums, gaps, finite states, token ids in range."
+    )
+    threads: int = option(
+        4, help="Packs checked at the same time.", type=click.IntRange(1, 256), names=("--threads",)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepairConfig:
+    """Options of `dflash-cache repair`."""
+
+    url: str = option(help=_URL, argument=True, metavar="URL")
+    retry_quarantined: bool = option(
+        False, help="Give up packs with quarantined samples too, so that they are computed again."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreviewConfig:
+    """Options of `dflash-cache preview`."""
+
+    url: str = option(help=_URL, argument=True, metavar="URL")
+    sample: str | None = option(help="Sample id; the first sample when left out.")
+    max_tokens: int = option(400, help="Tokens shown at most.", type=click.IntRange(1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyConfig:
+    """Options of `dflash-cache copy`."""
+
+    source: str = option(help=_URL, argument=True, metavar="SRC")
+    destination: str = option(help=_URL, argument=True, metavar="DST")
+    codec: str | None = option(help="Codec of the copy; that of SRC when left out.")
+    layers: str | None = option(help="Layer ids to keep, as 1,9,17; all when left out.")
+    where: str | None = option(help="Condition on samples, as 'source == \"code\"'.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoveConfig:
+    """Options of `dflash-cache rm`."""
+
+    url: str = option(help=_URL, argument=True, metavar="URL")
+    where: str | None = option(
+        help="Give up the packs that hold only samples meeting this condition.", required=False
+    )
+    yes: bool = option(False, help="Do not ask.")
+
+
+_COMMANDS = (
+    (
+        InfoConfig,
+        "info",
+        "Show what a store holds: identity, sizes, lengths, sources.",
+        "dflash-cache info demo-out/cache",
+        "dflash_offline.common.cache_info:info",
+    ),
+    (
+        VerifyConfig,
+        "verify",
+        "Check a store; exit 1 naming pack and array, or file, of everything that is wrong.",
+        "dflash-cache verify --deep demo-out/cache",
+        "dflash_offline.common.cache_verify:verify",
+    ),
+    (
+        RepairConfig,
+        "repair",
+        "Give up what is broken and clean up, so that the next dflash-extract redoes just that.",
+        "dflash-cache repair demo-out/cache",
+        "dflash_offline.common.cache_edit:repair",
+    ),
+    (
+        PreviewConfig,
+        "preview",
+        "Print a sample's text with its supervised tokens marked.",
+        "dflash-cache preview demo-out/cache --sample demo:3",
+        "dflash_offline.common.cache_info:preview",
+    ),
+    (
+        CopyConfig,
+        "copy",
+        "Copy a store, or part of it; run again to resume. Every byte is checked on the way.",
+        "dflash-cache copy demo-out/cache /mnt/fast/cache --codec raw",
+        "dflash_offline.common.cache_edit:copy",
+    ),
+    (
+        RemoveConfig,
+        "rm",
+        "Remove a store, or the packs that hold only samples of a condition.",
+        "dflash-cache rm demo-out/cache --where 'source == \"code\"'",
+        "dflash_offline.common.cache_edit:remove",
+    ),
+)
+
+main = entry_point(
+    click.Group(
+        "dflash-cache",
+        commands=[
+            click_command(
+                config, name=name, help=f"{text}\n\n\b\nExample:\n  {example}", run=target
+            )
+            for config, name, text, example, target in _COMMANDS
+        ],
+        help=(
+            "Look at a cache of hidden states, check it, mend it, copy it.\n\n"
+            "\b\nExample:\n  dflash-cache info demo-out/cache"
+        ),
+        context_settings=CONTEXT,
+        params=[version_option("dflash-cache")],
+    )
+)
+
+CONFIGS = {name: config for config, name, *_ in _COMMANDS}

@@ -1,0 +1,161 @@
+"""`dflash-cache verify`: is every byte of a store what was written, and does it make sense?
+
+The fast pass checks records, indexes, small files and sizes. The deep pass reads everything: the
+checksum of every inner chunk, zeros in the gaps between them, finite states, token ids in range,
+and the SHA-256 of every file in the manifests.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import click
+import numpy as np
+from rich.progress import track
+
+from dflash_offline.common.blobs import Blobs
+from dflash_offline.common.cache import Cache, open_cache
+from dflash_offline.common.cache_cli import VerifyConfig
+from dflash_offline.common.codecs import codec_named
+from dflash_offline.common.errors import DamagedStore, FoundProblems
+from dflash_offline.common.pack_index import read_indexes
+from dflash_offline.common.shards import BadShard, index_bytes, parse_index, read_chunk
+from dflash_offline.common.store import LOSS_MASK, TARGET, TOKENS, shard_key
+
+# Exponent bits all ones: infinity or not a number.
+_BFLOAT16_EXPONENT = 0x7F80
+_HASH_BYTES = 16 << 20
+
+
+def verify(config: VerifyConfig) -> None:
+    """Check a store and print one line for each problem.
+
+    Raises:
+        FoundProblems: something is wrong.
+    """
+    cache = open_cache(config.url, partial=True)
+    problems = find_problems(cache, deep=config.deep, threads=config.threads, progress=True)
+    for problem in problems:
+        click.echo(problem)
+    if problems:
+        raise FoundProblems(
+            f"{len(problems)} problems in {config.url}; dflash-cache repair gives up broken packs"
+        )
+    kind = "every byte" if config.deep else "records and sizes"
+    click.echo(f"{config.url}: {len(cache.packs)} packs, {kind} checked, nothing wrong")
+
+
+def find_problems(
+    cache: Cache, *, deep: bool, threads: int = 1, progress: bool = False
+) -> list[str]:
+    """Return one line for each problem: `pack P, array A (key): …` or `FILE: …`."""
+    check = partial(_pack_problems, cache, deep=deep)
+    with ThreadPoolExecutor(threads) as pool:
+        results = pool.map(check, cache.packs)
+        if progress:
+            results = track(results, "verify", total=len(cache.packs), transient=True)
+        by_pack = [line for lines in results for line in lines]
+    return [*_file_problems(cache, deep=deep), *by_pack]
+
+
+def broken_packs(cache: Cache) -> dict[int, str]:
+    """Return the packs that cannot be read, with the first reason; reads every byte."""
+    found = ((pack, list(_pack_problems(cache, pack, deep=True))) for pack in cache.packs)
+    return {pack: lines[0] for pack, lines in found if lines}
+
+
+def _file_problems(cache: Cache, *, deep: bool) -> Iterator[str]:
+    try:
+        stated = cache.fixed_files()
+        read_indexes(cache.blobs)
+    except DamagedStore as problem:
+        yield str(problem)
+        return
+    for key, digest in stated.items():
+        # The target's tensors can be large; their bytes belong to the deep pass.
+        if key.startswith(f"{TARGET}/") and not deep:
+            try:
+                cache.blobs.size(key)
+            except FileNotFoundError:
+                yield f"{key}: missing"
+            continue
+        try:
+            if _sha256_of(cache.blobs, key) != digest:
+                yield f"{key}: differs from the manifest"
+        except FileNotFoundError:
+            yield f"{key}: missing"
+
+
+def _sha256_of(blobs: Blobs, key: str) -> str:
+    digest, offset, size = hashlib.sha256(), 0, blobs.size(key)
+    while offset < size:
+        part = blobs.read_range(key, offset, min(_HASH_BYTES, size - offset))
+        digest.update(part)
+        offset += len(part)
+    return digest.hexdigest()
+
+
+def _pack_problems(cache: Cache, pack: int, *, deep: bool) -> list[str]:
+    try:
+        arrays = cache.record(pack)["arrays"]
+    except DamagedStore as problem:
+        return [str(problem)]
+    problems = []
+    for name, stated in arrays.items():
+        key = shard_key(name, pack)
+        try:
+            size = cache.blobs.size(key)
+            if size != stated["bytes"]:
+                raise BadShard(f"{size} bytes where {stated['bytes']} were written")
+            if deep:
+                _check_shard(cache, name, cache.blobs.read(key), stated["crc32c"])
+        except FileNotFoundError:
+            problems.append(f"pack {pack}, array {name} ({key}): missing")
+        except BadShard as problem:
+            problems.append(f"pack {pack}, array {name} ({key}): {problem}")
+    return problems
+
+
+def _check_shard(cache: Cache, name: str, content: bytes, crcs: list[int | None]) -> None:
+    """Check every byte of one shard.
+
+    Raises:
+        BadShard: says what is wrong.
+    """
+    spec = cache.schema.arrays[name]
+    tail = index_bytes(spec.num_chunks)
+    index = parse_index(content[-tail:], spec.num_chunks)
+    _check_gaps(content, index, len(content) - tail)
+    out = np.empty(spec.chunk, spec.dtype)
+    codec = codec_named(spec.codec)
+    view = memoryview(content)
+    for number, entry in enumerate(index):
+        read_chunk(lambda offset, n: view[offset : offset + n], entry, crcs[number], out, codec)
+        if entry is not None:
+            _check_values(name, number, out, cache.schema.vocab_size)
+
+
+def _check_gaps(content: bytes, index: list[tuple[int, int] | None], end: int) -> None:
+    position = 0
+    for offset, length in sorted(entry for entry in index if entry is not None):
+        if offset < position:
+            raise BadShard("inner chunks overlap")
+        if content[position:offset].strip(b"\0"):
+            raise BadShard(f"bytes {position} to {offset} lie in no chunk and are not zero")
+        position = offset + length
+    if content[position:end].strip(b"\0"):
+        raise BadShard(f"bytes {position} to {end} lie in no chunk and are not zero")
+
+
+def _check_values(name: str, number: int, values: np.ndarray, vocab_size: int) -> None:
+    if name == TOKENS:
+        if values.min() < 0 or values.max() >= vocab_size:
+            raise BadShard(f"token ids outside 0 to {vocab_size - 1}")
+    elif name == LOSS_MASK:
+        if values.max() >= 64:
+            raise BadShard("mask bits that mean nothing")
+    elif values.dtype == np.uint16:
+        bad = np.flatnonzero((values & _BFLOAT16_EXPONENT) == _BFLOAT16_EXPONENT)
+        if len(bad):
+            raise BadShard(f"inner chunk {number} holds {len(bad)} states that are not finite")
