@@ -4,6 +4,7 @@ Where the assistant's turns stand in the text, and the mask bits of their tokens
 common/turns.py. Letter: T tokens.
 """
 
+import functools
 import hashlib
 import json
 import re
@@ -204,6 +205,7 @@ class _Renderer:
         return [{"role": "system", "content": prompt}, *messages]
 
 
+@functools.lru_cache(maxsize=8)
 def _special_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     added = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
     return sorted({*tokenizer.all_special_ids, *added})

@@ -1,0 +1,160 @@
+"""Rows of the data as they lie in files or on the hub, each with its address for messages."""
+
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dflash_offline.common.errors import BadInput
+
+_ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".arrow")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One row, its values untouched.
+
+    Attributes:
+        source: short name of where it comes from, a file's stem or a hub id.
+        address: where a person finds it: file or hub id, and row number from 1.
+        number: row number in its source, from 0.
+        values: column name to value.
+    """
+
+    source: str
+    address: str
+    number: int
+    values: dict[str, Any]
+
+
+def read_rows(spec: str) -> Iterator[Row]:
+    """Yield the rows of one `--data` value, in order.
+
+    Args:
+        spec: a JSONL, JSON, Parquet or Arrow file, a folder of such files, or
+            `hf:ID[:SUBSET[:SPLIT]]`.
+
+    Raises:
+        BadInput: nothing there, not readable, or a row that is no mapping.
+    """
+    if spec.startswith("hf:"):
+        yield from _hub_rows(spec)
+        return
+    path = Path(spec).expanduser()
+    for file in _files(path):
+        for number, values in enumerate(_file_values(file)):
+            address = f"{file} row {number + 1}"
+            if not isinstance(values, dict):
+                raise BadInput(
+                    f"--data {address} is a {type(values).__name__}; a row is a mapping with "
+                    "messages, conversations, turns, prompt and completion, text or input_ids"
+                )
+            yield Row(source=_stem(file), address=address, number=number, values=values)
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_dir():
+        files = sorted(p for p in path.iterdir() if p.name.endswith(_ENDINGS))
+        if not files:
+            raise BadInput(f"--data {path} is a folder without {', '.join(_ENDINGS)} files")
+        return files
+    if not path.is_file():
+        raise BadInput(
+            f"--data {path} does not exist; give a {', '.join(_ENDINGS)} file or "
+            "hf:ID[:SUBSET[:SPLIT]]"
+        )
+    if not path.name.endswith(_ENDINGS):
+        raise BadInput(f"--data {path} has an unknown ending; allowed are {', '.join(_ENDINGS)}")
+    return [path]
+
+
+def _stem(file: Path) -> str:
+    return file.name.removesuffix(".gz").rpartition(".")[0]
+
+
+def _file_values(file: Path) -> Iterator[Any]:
+    try:
+        if file.name.endswith((".jsonl", ".jsonl.gz")):
+            yield from _json_lines(file)
+        elif file.name.endswith(".json"):
+            yield from _json_list(file)
+        else:
+            yield from _arrow_values(file)
+    except (pa.ArrowException, OSError, EOFError, UnicodeDecodeError) as problem:
+        if isinstance(problem, BadInput):
+            raise
+        raise BadInput(f"--data {file} cannot be read ({problem}); is the file whole?") from problem
+
+
+def _json_lines(file: Path) -> Iterator[Any]:
+    opened: IO[str] = (
+        gzip.open(file, "rt", encoding="utf-8")
+        if file.name.endswith(".gz")
+        else file.open(encoding="utf-8")
+    )
+    with opened as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield json.loads(line)
+            except ValueError as problem:
+                raise BadInput(
+                    f"--data {file} line {number} is not JSON ({problem}); one object a line is "
+                    "allowed"
+                ) from problem
+
+
+def _json_list(file: Path) -> Iterator[Any]:
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as problem:
+        raise BadInput(f"--data {file} is not JSON ({problem}); a list is allowed") from problem
+    if not isinstance(data, list):
+        raise BadInput(
+            f"--data {file} holds a {type(data).__name__}, not a list of rows; for one object a "
+            "line call it .jsonl"
+        )
+    yield from data
+
+
+def _arrow_values(file: Path) -> Iterator[Any]:
+    if file.suffix == ".parquet":
+        with pq.ParquetFile(file) as table:
+            for batch in table.iter_batches(batch_size=1024):
+                yield from batch.to_pylist()
+        return
+    with pa.memory_map(str(file)) as source:
+        try:
+            batches = pa.ipc.open_stream(source)
+        except pa.ArrowInvalid:
+            whole = pa.ipc.open_file(source)
+            batches = (whole.get_batch(i) for i in range(whole.num_record_batches))
+        for batch in batches:
+            yield from batch.to_pylist()
+
+
+def _hub_rows(spec: str) -> Iterator[Row]:
+    try:
+        import datasets
+    except ImportError as problem:
+        raise BadInput(
+            f"--data {spec} needs the datasets package; pip install datasets, or give a file"
+        ) from problem
+    hub_id, _, rest = spec.removeprefix("hf:").partition(":")
+    subset, _, split = rest.partition(":")
+    try:
+        data = datasets.load_dataset(hub_id, subset or None, split=split or "train")
+    except (OSError, ValueError) as problem:
+        reason = str(problem).strip().split("\n")[0]
+        raise BadInput(
+            f"--data {spec} cannot be loaded ({reason}); the form is hf:ID[:SUBSET[:SPLIT]]"
+        ) from problem
+    for number, values in enumerate(data):
+        address = f"{spec} row {number + 1}"
+        yield Row(source=hub_id, address=address, number=number, values=values)

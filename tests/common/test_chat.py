@@ -1,0 +1,232 @@
+"""Chat rendering: which tokens are the assistant's, under templates of many habits."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+from dflash_offline.common import chat
+from dflash_offline.common.chat import ChatOptions
+from dflash_offline.common.errors import BadInput
+from dflash_offline.common.store import LossMask
+
+SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot|>", "[INST]", "[/INST]"]
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TAGGED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}"
+    "<|im_end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# The tag closes before the end of turn, which the target writes all the same.
+TAGGED_SHORT = TAGGED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
+# Qwen3's habits: old reasoning is dropped, the last turn gets an empty block.
+THINKING = (
+    "{% set last = (messages | map(attribute='role') | list | length) - 1 %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% set answer = m.content.split('</think>')[-1].lstrip('\n') %}"
+    "{% set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\n')"
+    " if '</think>' in m.content else '' %}"
+    "{% if loop.index0 == last %}<think>\n{{ thought }}\n</think>\n\n{% endif %}{{ answer }}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+    "{% endif %}"
+)
+# R1's habits: the opening tag stands in the generation prompt.
+OPENS_IN_HEADER = THINKING.replace("assistant\n{% if enable", "assistant\n<think>\n{% if enable")
+INST = (
+    "<s>{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% elif m.role == 'assistant' %} {{ m.content | trim }}</s>"
+    "{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"
+)
+PLAIN = (
+    "{% for m in messages %}{{ m.role | capitalize }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}Assistant: {% endif %}"
+)
+# Refuses a conversation that ends with the user unless it is asked for a generation prompt.
+PICKY = "{% if messages[-1].role == 'user' and not add_generation_prompt %}"
+PICKY += "{{ raise_exception('no') }}{% endif %}" + CHATML
+REWRITING = CHATML.replace("{{ m.content }}", "{{ m.content | upper | replace('O', '0') }}")
+
+TURNS = [
+    {"role": "user", "content": "Hi you"},
+    {"role": "assistant", "content": "Hello."},
+    {"role": "user", "content": "Bye"},
+    {"role": "assistant", "content": "So long!"},
+]
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, and the special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {symbol: i for i, symbol in enumerate(alphabet)}
+    bytes_only = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bytes_only.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bytes_only,
+        eos_token="</s>",
+        bos_token="<s>",
+        additional_special_tokens=SPECIAL[2:],
+    )
+
+
+def marked(tokenizer, template: str, messages, *, bits: int, **arguments) -> list[str]:
+    """Return the runs of tokens that carry any of `bits`, as texts."""
+    tokenizer.chat_template = template
+    options = ChatOptions(chat_template_args=arguments.pop("template_args", {}))
+    ids, mask = chat.render_conversation(tokenizer, messages, options, **arguments)
+    assert ids.dtype == np.int32
+    assert mask.dtype == np.uint8
+    assert ids.shape == mask.shape
+    steps = np.diff(np.concatenate([[0], (mask & bits != 0).astype(int), [0]]))
+    runs = zip(np.flatnonzero(steps == 1), np.flatnonzero(steps == -1), strict=True)
+    return [tokenizer.decode(ids[a:b]) for a, b in runs]
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (CHATML, "<|im_end|>"),
+        (TAGGED, "<|im_end|>"),
+        (TAGGED_SHORT, "<|im_end|>"),
+        (PICKY, "<|im_end|>"),
+        (INST, "</s>"),
+    ],
+    ids=["chatml", "tagged", "tag-before-end", "picky", "inst"],
+)
+def test_spans_have_content_and_end_of_turn(tokenizer, template: str, end: str):
+    space = " " if template == INST else ""
+    expected = [f"{space}Hello.{end}", f"{space}So long!{end}"]
+    assert marked(tokenizer, template, TURNS, bits=LossMask.SUPERVISED) == expected
+    assert marked(tokenizer, template, TURNS, bits=LossMask.END_OF_TURN) == [end, end]
+    assert marked(tokenizer, template, TURNS, bits=LossMask.LAST_TURN) == expected[1:]
+    assert marked(tokenizer, template, TURNS, bits=LossMask.TEMPLATE) == []
+
+
+def test_template_without_end_of_turn(tokenizer):
+    """The line feed that the template adds is not what the assistant wrote."""
+    assert marked(tokenizer, PLAIN, TURNS, bits=LossMask.END_OF_TURN) == []
+    assert marked(tokenizer, PLAIN, TURNS, bits=LossMask.TEMPLATE) == ["\n", "\n"]
+    assert marked(tokenizer, PLAIN, TURNS, bits=LossMask.ASSISTANT) == ["Hello.\n", "So long!\n"]
+
+
+def test_empty_think_block_is_the_templates(tokenizer):
+    block = "<think>\n\n</think>\n\n"
+    assert marked(tokenizer, THINKING, TURNS, bits=LossMask.TEMPLATE) == [block]
+    written = marked(tokenizer, THINKING, TURNS, bits=LossMask.SUPERVISED)
+    assert written == ["Hello.<|im_end|>", f"{block}So long!<|im_end|>"]
+
+
+def test_think_block_of_the_generation_prompt_is_header(tokenizer):
+    arguments = {"template_args": {"enable_thinking": False}}
+    written = marked(tokenizer, THINKING, TURNS, bits=LossMask.SUPERVISED, **arguments)
+    assert written == ["Hello.<|im_end|>", "So long!<|im_end|>"]
+    assert marked(tokenizer, THINKING, TURNS, bits=LossMask.TEMPLATE, **arguments) == []
+
+
+@pytest.mark.parametrize("opening", ["<think>", ""], ids=["opens-in-content", "opens-in-header"])
+def test_reasoning(tokenizer, opening: str):
+    """Only the last turn keeps its reasoning; a generated answer may lack the opening tag."""
+    template = THINKING if opening else OPENS_IN_HEADER
+    said = [{**m} for m in TURNS]
+    for message in said[1::2]:
+        message["content"] = f"{opening}\nhm\n</think>\n\n{message['content']}"
+    thought = "<think>\nhm\n</think>" if opening else "hm\n</think>"
+    assert marked(tokenizer, template, said, bits=LossMask.REASONING) == [thought]
+    written = marked(tokenizer, template, said, bits=LossMask.SUPERVISED)
+    assert written == ["Hello.<|im_end|>", f"{thought}\n\nSo long!<|im_end|>"]
+    assert marked(tokenizer, template, said, bits=LossMask.TEMPLATE) == []
+
+
+@pytest.mark.parametrize("template", [CHATML, TAGGED, PLAIN], ids=["chatml", "tagged", "plain"])
+def test_cut_answer_has_no_end_of_turn(tokenizer, template: str):
+    written = marked(tokenizer, template, TURNS, bits=LossMask.SUPERVISED, cut_last_turn=True)
+    assert written[-1] == "So long!"
+    ids, _ = chat.render_conversation(tokenizer, TURNS, ChatOptions(), cut_last_turn=True)
+    assert tokenizer.decode(ids).endswith("So long!")
+
+
+def test_text_that_cannot_be_found_is_refused(tokenizer):
+    # Prefixes alone would still find it, so they are broken too.
+    tokenizer.chat_template = "{{ messages | length }}" + REWRITING
+    with pytest.raises(BadInput, match=r"messages\[1\].*cannot be found"):
+        chat.render_conversation(tokenizer, TURNS, ChatOptions())
+
+
+def test_inconsistent_prefixes_fall_back_to_the_text(tokenizer):
+    template = "{{ messages | length }}" + CHATML
+    expected = ["Hello.<|im_end|>", "So long!<|im_end|>"]
+    assert marked(tokenizer, template, TURNS, bits=LossMask.SUPERVISED) == expected
+
+
+def test_refused_conversation(tokenizer):
+    tokenizer.chat_template = INST
+    with pytest.raises(BadInput, match="only user and assistant"):
+        chat.render_conversation(tokenizer, [{"role": "tool", "content": "x"}], ChatOptions())
+
+
+def test_conversation_without_assistant(tokenizer):
+    assert marked(tokenizer, CHATML, TURNS[:1], bits=0xFF) == []
+
+
+def test_render_prompt_is_a_prefix(tokenizer):
+    tokenizer.chat_template = CHATML
+    options = ChatOptions(system_prompt="Be brief.")
+    prompt = chat.render_prompt(tokenizer, TURNS[:3], options)
+    ids, mask = chat.render_conversation(tokenizer, TURNS, options)
+    assert ids[: len(prompt)].tolist() == prompt
+    assert mask[len(prompt) :].all() == 0  # the final line feed belongs to nobody
+    assert mask[len(prompt)] & LossMask.LAST_TURN
+    assert "Be brief." in tokenizer.decode(prompt)
+    own = [{"role": "system", "content": "Own."}, *TURNS]
+    assert "Be brief." not in tokenizer.decode(chat.render_prompt(tokenizer, own, options))
+
+
+def test_missing_template(tokenizer, tmp_path: Path):
+    tokenizer.chat_template = None
+    with pytest.raises(BadInput, match="no chat template.*--chat-template"):
+        chat.chat_template(tokenizer, ChatOptions())
+    with pytest.raises(BadInput, match="--chat-template .*none.jinja"):
+        chat.chat_template(tokenizer, ChatOptions(chat_template=tmp_path / "none.jinja"))
+    (tmp_path / "own.jinja").write_text(CHATML)
+    options = ChatOptions(chat_template=tmp_path / "own.jinja")
+    assert chat.chat_template(tokenizer, options) == CHATML
+
+
+def test_template_arguments():
+    given = ("enable_thinking=false", "level=3", "ratio=0.5", "mode=fast", "quoted=[1]")
+    options = ChatOptions.from_options(chat_template_arg=given)
+    expected = {"enable_thinking": False, "level": 3, "ratio": 0.5, "mode": "fast", "quoted": "[1]"}
+    assert options.chat_template_args == expected
+    with pytest.raises(BadInput, match="--chat-template-arg thinking"):
+        ChatOptions.from_options(chat_template_arg=("thinking",))
+
+
+def test_identity_follows_every_chat_option(tokenizer):
+    tokenizer.chat_template = CHATML
+    plain = chat.chat_identity(tokenizer, ChatOptions())
+    variants = [
+        ChatOptions(system_prompt="Be brief."),
+        ChatOptions(chat_template_args={"enable_thinking": False}),
+    ]
+    identities = [chat.chat_identity(tokenizer, options) for options in variants]
+    tokenizer.chat_template = CHATML + " "
+    identities.append(chat.chat_identity(tokenizer, ChatOptions()))
+    for identity in identities:
+        assert sum(identity[key] != plain[key] for key in plain) == 1
+
+
+def test_stop_token_ids(tokenizer):
+    eos = tokenizer.eos_token_id
+    assert chat.stop_token_ids(tokenizer, None) == (eos,)
+    several = GenerationConfig(eos_token_id=[3, 7])
+    assert chat.stop_token_ids(tokenizer, several) == tuple(sorted((3, 7, eos)))
