@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_offline.common.errors import BadInput
+from dflash_offline.train.anchors import BlockLayout
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -59,6 +60,15 @@ class DrafterConfig:
         if len(set(self.layer_causal)) == 1:
             return self.layer_causal[0]
         return None
+
+    @property
+    def layout(self) -> BlockLayout:
+        """How a block's slots map to tokens."""
+        return BlockLayout(
+            block_size=self.block_size,
+            mask_token_id=self.mask_token_id,
+            sample_from_anchor=self.sample_from_anchor,
+        )
 
     @property
     def num_features(self) -> int:

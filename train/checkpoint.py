@@ -1,0 +1,162 @@
+"""Checkpoints of a run: atomic folders that serve as exported drafters too.
+
+`<out>/checkpoints/step-<n>/` holds the drafter in the z-lab format, the optimiser's state by
+parameter name in safetensors, and the run's state in JSON. Nothing is ever unpickled.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from dflash_offline.common.errors import BadInput
+from dflash_offline.train.drafter import Drafter
+from dflash_offline.train.export import save_drafter
+from dflash_offline.train.optimizer import Optimizer
+from dflash_offline.train.order import StreamState
+
+FORMAT = 1
+CHECKPOINTS, FINAL = "checkpoints", "draft"
+_OPTIMIZER, _STATE = "optimizer.safetensors", "state.json"
+_NAME = re.compile(r"step-([0-9]+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """Where a run stands after `step` steps."""
+
+    step: int = 0
+    stream: StreamState = field(default_factory=StreamState)
+    elapsed_s: float = 0.0
+    skipped_steps: int = 0  # not finite, or without a single anchor
+    skipped_samples: int = 0  # without a possible anchor
+    is_finished: bool = False
+    # Options and stores that decide what is learned, compared when the run goes on.
+    learned: dict[str, Any] = field(default_factory=dict)
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the name of a checkpoint's folder."""
+    return f"step-{step:08d}"
+
+
+def save_checkpoint(
+    folder: Path,
+    state: RunState,
+    *,
+    drafter: Drafter,
+    optimizer: Optimizer,
+    dtype: torch.dtype,
+    keep: int,
+) -> None:
+    """Write a checkpoint, or nothing: a temporary folder is renamed when all is on disk.
+
+    Args:
+        folder: `<out>/checkpoints/step-<n>`.
+        state: what `load_state` returns later.
+        drafter: exported in `dtype`; the masters go with the optimiser.
+        optimizer: its tensors are written as they are.
+        dtype: of the exported drafter.
+        keep: older checkpoints than the newest so many are deleted.
+    """
+    staging = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(staging, ignore_errors=True)
+    save_drafter(drafter, staging, dtype)
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in optimizer.tensors().items()}
+    save_file(tensors, staging / _OPTIMIZER)
+    record = asdict(state) | {"format": FORMAT}
+    (staging / _STATE).write_text(json.dumps(record, indent=2) + "\n")
+    _replace_folder(staging, folder)
+    for old in checkpoints(folder.parents[1])[:-keep]:
+        shutil.rmtree(old)
+
+
+def publish(checkpoint: Path, out: Path) -> Path:
+    """Copy a checkpoint's drafter to `<out>/draft`, replacing what is there."""
+    folder = out / FINAL
+    staging = folder.with_name(f".{FINAL}.tmp")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    for file in checkpoint.iterdir():
+        if file.name not in (_OPTIMIZER, _STATE):
+            shutil.copy2(file, staging / file.name)
+    _replace_folder(staging, folder)
+    return folder
+
+
+def checkpoints(out: Path) -> list[Path]:
+    """Return the complete checkpoints of a run, oldest first."""
+    found = [path for path in (out / CHECKPOINTS).glob("step-*") if _NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def load_state(checkpoint: Path) -> RunState:
+    """Read a checkpoint's run state.
+
+    Raises:
+        BadInput: the file is damaged, or of a newer format.
+    """
+    path = checkpoint / _STATE
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError) as problem:
+        raise BadInput(
+            f"checkpoint {checkpoint} cannot be read ({problem}); delete it to go on from an "
+            "older one"
+        ) from problem
+    if record.pop("format", None) != FORMAT:
+        raise BadInput(f"checkpoint {checkpoint} is of another format than {FORMAT}; delete it")
+    return RunState(**record | {"stream": StreamState(**record["stream"])})
+
+
+def load_optimizer(checkpoint: Path, optimizer: Optimizer) -> None:
+    """Restore masters and moments; the module's parameters change with them.
+
+    Raises:
+        BadInput: the file is damaged or belongs to another drafter.
+    """
+    path = checkpoint / _OPTIMIZER
+    try:
+        tensors = load_file(path)
+        optimizer.load(tensors)
+    except (OSError, SafetensorError, KeyError, RuntimeError) as problem:
+        raise BadInput(
+            f"checkpoint {checkpoint}: {_OPTIMIZER} does not fit this drafter ({problem}); delete "
+            "it to go on from an older one"
+        ) from problem
+
+
+def check_learned(stored: Mapping[str, Any], given: Mapping[str, Any], where: Path) -> None:
+    """Refuse to go on with other settings than the run was started with.
+
+    Raises:
+        BadInput: names the first option that differs, and both values.
+    """
+    for name in sorted(set(stored) | set(given)):
+        before, now = stored.get(name), given.get(name)
+        if before != now:
+            raise BadInput(
+                f"--{name.replace('_', '-')}: {now} given, but the run in {where} was started with "
+                f"{before}; use the same, another --out, or --init-from {where / FINAL}"
+            )
+
+
+def _replace_folder(staging: Path, folder: Path) -> None:
+    """Put `staging` where `folder` is; a crash leaves the old one, the new one, or both aside."""
+    for file in staging.iterdir():
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    staging.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,170 @@
+"""The options of `dflash-train`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from dflash_offline.common.options import option
+
+_POSITIVE = click.IntRange(min=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Everything that a training run depends on."""
+
+    cache: tuple[str, ...] = option(
+        help="Store to train from, a folder; repeat for a mix of stores of one target.",
+        multiple=True,
+        required=True,
+        metavar="URL",
+    )
+    weight: tuple[float, ...] = option(
+        help="Rounds over the store of the same place that an epoch takes; 1 each by default.",
+        multiple=True,
+        type=click.FloatRange(min=0, min_open=True),
+    )
+    out: Path = option(
+        help="Folder of the run: log, checkpoints, final drafter in draft/, report.html.",
+        type=click.Path(path_type=Path, file_okay=False),
+        required=True,
+    )
+    resume: bool = option(False, help="Go on from the newest checkpoint in --out, if there is one.")
+    partial: bool = option(False, help="Accept a store whose extraction has not finished.")
+    supervise: str = option(
+        "all",
+        help="Tokens to train on: all supervised ones, the last turn's, or all but reasoning.",
+        type=click.Choice(["all", "last", "no-reasoning"]),
+    )
+    num_samples: int | None = option(
+        None, help="Use only the first so many training samples of each store.", type=_POSITIVE
+    )
+    layers: str | None = option(
+        None, help="Captured layers to use, comma-separated ids; all of the store by default."
+    )
+    draft_config: Path | None = option(
+        None,
+        help="JSON file with keys of the drafter's config.json that replace the target's values.",
+        type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    )
+    draft_layers: int | None = option(
+        None,
+        help="Layers of the drafter.  [default: 5]",
+        type=click.IntRange(1, 64),
+        names=("--draft-layers", "--draft-num-layers"),
+    )
+    block_size: int | None = option(
+        None,
+        help="Slots of a block, the anchor included.  [default: 16]",
+        type=click.IntRange(2, 64),
+    )
+    sample_from_anchor: bool = option(
+        False,
+        help="Anchor-first layout: slot k predicts the token at anchor + k + 1, not anchor + k.",
+    )
+    mask_token_id: int | None = option(
+        None,
+        help="Token that stands for a slot to draft; chosen by rule and printed by default.",
+        type=click.IntRange(min=0),
+    )
+    init_from: Path | None = option(
+        None,
+        help="Exported drafter to start from, ours or z-lab's; brings its own shape.",
+        type=click.Path(path_type=Path, file_okay=False),
+    )
+    num_anchors: int = option(
+        512, help="Most anchors of a sample, drawn anew each time it comes up.", type=_POSITIVE
+    )
+    loss: str = option(
+        "decay",
+        help="Weights of a block's slots: exponential decay, or D-PACE.",
+        type=click.Choice(["decay", "dpace"]),
+        names=("--loss", "--loss-type"),
+    )
+    loss_gamma: float | None = option(
+        None,
+        help="Decay constant in slots.  [default: 4, 5, 7 for blocks of 8, 10, 16]",
+        type=click.FloatRange(min=0, min_open=True),
+        names=("--loss-gamma", "--loss-decay-gamma"),
+    )
+    labels: str = option(
+        "data",
+        help="What slots learn: the data's tokens, or the target's best ones (--teacher final).",
+        type=click.Choice(["data", "teacher"]),
+    )
+    samples_per_step: int = option(
+        32, help="Samples of an optimiser step, over all processes.", type=_POSITIVE
+    )
+    rows_per_pass: int = option(
+        16384,
+        help="Most block rows of one forward and backward; memory only, learns the same.",
+        type=click.IntRange(min=64),
+    )
+    num_epochs: float | None = option(
+        None,
+        help="Epochs to train, where --num-steps is not given.  [default: 6]",
+        type=click.FloatRange(min=0, min_open=True),
+    )
+    num_steps: int | None = option(None, help="Optimiser steps to train.", type=_POSITIVE)
+    max_minutes: float | None = option(
+        None,
+        help="Minutes after which the run ends as if complete; no limit by default.",
+        type=click.FloatRange(min=0, min_open=True),
+    )
+    schedule_over: str = option(
+        "steps",
+        help="Whether the learning rate follows the steps, or the minutes of --max-minutes.",
+        type=click.Choice(["steps", "minutes"]),
+    )
+    lr: float = option(
+        6e-4,
+        help="Peak learning rate.",
+        type=click.FloatRange(min=0, min_open=True),
+        names=("--lr", "--learning-rate"),
+    )
+    lr_schedule: str = option(
+        "cosine",
+        help="Course of the learning rate after warm-up.",
+        type=click.Choice(["cosine", "wsd", "constant"]),
+    )
+    warmup: float = option(
+        0.04,
+        help="Share of the run over which the learning rate rises.",
+        type=click.FloatRange(0, 1),
+        names=("--warmup", "--warmup-ratio"),
+    )
+    weight_decay: float = option(
+        0.0, help="Decoupled weight decay of matrices.", type=click.FloatRange(min=0)
+    )
+    clip: float = option(
+        1.0,
+        help="Largest gradient norm; longer gradients are scaled to it.",
+        type=click.FloatRange(min=0, min_open=True),
+        names=("--clip", "--max-grad-norm"),
+    )
+    seed: int = option(0, help="Seed of weights, sample order and anchors.", type=int)
+    device: str = option("auto", help="Where to train.", type=click.Choice(["auto", "cpu", "cuda"]))
+    dtype: str = option(
+        "auto",
+        help="Compute dtype; auto is bfloat16 on CUDA and float32 on a CPU. Masters are float32.",
+        type=click.Choice(["auto", "bfloat16", "float32"]),
+    )
+    export_dtype: str = option(
+        "auto",
+        help="Dtype of exported drafters; auto is the compute dtype.",
+        type=click.Choice(["auto", "bfloat16", "float32"]),
+    )
+    log_every: int = option(10, help="Steps between records of the log.", type=_POSITIVE)
+    eval_every: int = option(
+        500,
+        help="Steps between evaluations on the held-out samples; also at the end.",
+        type=_POSITIVE,
+    )
+    eval_anchors: int = option(
+        64, help="Most anchors of a held-out sample in an evaluation.", type=_POSITIVE
+    )
+    checkpoint_every: int = option(
+        500, help="Steps between checkpoints; also at the end and on a signal.", type=_POSITIVE
+    )
+    keep_checkpoints: int = option(2, help="Checkpoints to keep, the newest ones.", type=_POSITIVE)

@@ -1,0 +1,91 @@
+"""The processes of a job: who this one is, and sums over all of them.
+
+A job of one process needs no process group; every function is then the identity.
+"""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+# Gradients are reduced in buckets of about this many elements.
+_BUCKET_ELEMENTS = 16 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """This process's place in the job."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes logs and checkpoints."""
+        return self.rank == 0
+
+
+def join_world(device_type: str) -> World:
+    """Join the group that torchrun describes in the environment, if it does."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        return World()
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    return World(rank=dist.get_rank(), size=dist.get_world_size(), local_rank=local_rank)
+
+
+def leave_world() -> None:
+    """Leave the group, if one was joined."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def sum_over_ranks(tensors: Iterable[torch.Tensor]) -> None:
+    """Replace every tensor by its sum over the job, in place, in buckets of one dtype."""
+    if not (dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    bucket: list[torch.Tensor] = []
+    elements = 0
+    for tensor in tensors:
+        changes = bool(bucket) and bucket[0].dtype != tensor.dtype
+        if changes or elements + tensor.numel() > _BUCKET_ELEMENTS:
+            _reduce(bucket)
+            bucket, elements = [], 0
+        bucket.append(tensor)
+        elements += tensor.numel()
+    _reduce(bucket)
+
+
+def gather_objects(value: object, world: World) -> list[object]:
+    """Return every process's small value, in the order of ranks."""
+    if world.size == 1:
+        return [value]
+    values: list[object] = [None] * world.size
+    dist.all_gather_object(values, value)
+    return values
+
+
+def largest(value: float, world: World, device: torch.device) -> float:
+    """Return the largest value of all processes; waits for the device."""
+    if world.size == 1:
+        return value
+    shared = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+    return float(shared.item())
+
+
+def _reduce(bucket: list[torch.Tensor]) -> None:
+    if not bucket:
+        return
+    if len(bucket) == 1:
+        dist.all_reduce(bucket[0])
+        return
+    flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+    dist.all_reduce(flat)
+    for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+        tensor.copy_(part.view_as(tensor))

@@ -1,0 +1,179 @@
+"""The shape of a new drafter: the target's own, then a file's, then what the user says.
+
+Width, vocabulary, heads and RoPE base follow the target; the MLP of a drafter for a
+mixture-of-experts target has three times the width.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_offline.common.cache import Cache
+from dflash_offline.common.errors import BadInput
+from dflash_offline.train.drafter_config import DrafterConfig
+from dflash_offline.train.target_head import TargetHead, text_config
+
+DEFAULT_LAYERS = 5
+DEFAULT_BLOCK_SIZE = 16
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# Keys of a checkpoint's config.json that describe the file, not the model.
+_IGNORED_KEYS = {"dtype", "torch_dtype", "transformers_version", "_name_or_path", "auto_map"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapeWishes:
+    """What the user said about the drafter; None leaves it open."""
+
+    draft_config: Path | None = None
+    draft_layers: int | None = None
+    block_size: int | None = None
+    sample_from_anchor: bool = False
+
+
+def new_drafter_config(
+    cache: Cache,
+    head: TargetHead,
+    wishes: ShapeWishes,
+    *,
+    layers: tuple[int, ...],
+    mask_token_id: int,
+) -> DrafterConfig:
+    """Return the configuration of a drafter that starts from random weights.
+
+    Raises:
+        BadInput: the file cannot be read or does not fit the store, or the target's config lacks
+            what a drafter needs.
+    """
+    base = _from_target(cache, head, layers, mask_token_id).to_json()
+    merged = _merge(base, _read_file(wishes.draft_config)) if wishes.draft_config else base
+    if wishes.draft_layers is not None and wishes.draft_layers != merged["num_hidden_layers"]:
+        given = merged.get("layer_types")
+        if wishes.draft_config and given and len(set(given)) > 1:
+            raise BadInput(
+                f"--draft-layers {wishes.draft_layers} differs from the {len(given)} layer_types "
+                f"of --draft-config {wishes.draft_config}; drop one of them"
+            )
+        merged["num_hidden_layers"] = wishes.draft_layers
+        merged["layer_types"] = given[:1] * wishes.draft_layers if given else None
+    return with_wishes(DrafterConfig.from_json(merged), wishes)
+
+
+def with_wishes(config: DrafterConfig, wishes: ShapeWishes) -> DrafterConfig:
+    """Apply what changes no tensor's shape: block size and slot layout."""
+    changed = config.to_json()
+    if wishes.block_size is not None:
+        changed["block_size"] = changed["dflash_config"]["block_size"] = wishes.block_size
+    if wishes.sample_from_anchor:
+        changed["dflash_config"]["sample_from_anchor"] = True
+    return DrafterConfig.from_json(changed)
+
+
+def check_fits(config: DrafterConfig, cache: Cache, source: str) -> None:
+    """Refuse a drafter that does not belong to a store's target and layers.
+
+    Raises:
+        BadInput: names the field, both values and `source`, where the drafter came from.
+    """
+    schema = cache.schema
+    depth = int(text_config(cache.target_config)["num_hidden_layers"])
+    for field, given, wanted in (
+        ("hidden_size", config.hidden_size, schema.hidden),
+        ("vocab_size", config.vocab_size, schema.vocab_size),
+        ("num_target_layers", config.num_target_layers, depth),
+    ):
+        if given != wanted:
+            raise BadInput(
+                f"{source}: {field} is {given}, but the target of {cache.blobs.url} has {wanted}; "
+                "use a store of the drafter's own target"
+            )
+    missing = [layer for layer in config.target_layer_ids if layer not in schema.layers]
+    if missing:
+        raise BadInput(
+            f"{source}: it reads layer {missing[0]}, but {cache.blobs.url} holds layers "
+            f"{', '.join(map(str, schema.layers))}; extract with --layers "
+            f"{','.join(map(str, config.target_layer_ids))}"
+        )
+
+
+def _from_target(
+    cache: Cache, head: TargetHead, layers: tuple[int, ...], mask_token_id: int
+) -> DrafterConfig:
+    config = text_config(cache.target_config)
+    hidden = cache.schema.hidden
+    heads = _needed(config, "num_attention_heads")
+    experts = any((config.get(key) or 0) > 1 for key in _EXPERT_KEYS)
+    return DrafterConfig(
+        hidden_size=hidden,
+        intermediate_size=3 * hidden if experts else _needed(config, "intermediate_size"),
+        num_hidden_layers=DEFAULT_LAYERS,
+        num_attention_heads=heads,
+        num_key_value_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or hidden // heads,
+        vocab_size=cache.schema.vocab_size,
+        rope_theta=_rope_theta(config),
+        block_size=DEFAULT_BLOCK_SIZE,
+        mask_token_id=mask_token_id,
+        target_layer_ids=layers,
+        num_target_layers=_needed(config, "num_hidden_layers"),
+        rms_norm_eps=config.get("rms_norm_eps") or 1e-6,
+        max_position_embeddings=config.get("max_position_embeddings") or 40960,
+        output_multiplier=head.logit_scale,
+        final_logit_softcapping=head.softcap,
+        input_embedding_scale=head.embedding_scale,
+    )
+
+
+def _rope_theta(config: Mapping[str, Any]) -> float:
+    rope = config.get("rope_parameters") or {}
+    # Targets with sliding layers give one set of parameters for each kind of layer.
+    rope = rope.get("full_attention", rope)
+    return float(config.get("rope_theta") or rope.get("rope_theta") or 10000.0)
+
+
+def _needed(config: Mapping[str, Any], key: str) -> int:
+    value = config.get(key)
+    if isinstance(value, list):
+        value = value[0]
+    if value is None:
+        raise BadInput(
+            f"the target's config.json lacks {key}, which the drafter's default comes from; give "
+            "it in --draft-config"
+        )
+    return int(value)
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        given = json.loads(path.read_text())
+    except (OSError, ValueError) as problem:
+        raise BadInput(
+            f"--draft-config {path} cannot be read as JSON ({problem}); give a drafter's "
+            "config.json or a part of one"
+        ) from problem
+    if not isinstance(given, dict):
+        raise BadInput(f"--draft-config {path} holds no JSON object; give a part of a config.json")
+    return given
+
+
+def _merge(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Lay a file over the defaults; what depends on a given key does not keep its default."""
+    unknown = sorted(set(given) - set(base) - _IGNORED_KEYS - {"is_causal"})
+    if unknown:
+        raise BadInput(f"--draft-config sets {unknown[0]}, which a DFlash drafter has not; drop it")
+    merged = base | given
+    merged["dflash_config"] = base["dflash_config"] | (given.get("dflash_config") or {})
+    if "block_size" in given and "block_size" not in (given.get("dflash_config") or {}):
+        merged["dflash_config"]["block_size"] = given["block_size"]
+    if "num_hidden_layers" in given and "layer_types" not in given:
+        merged["layer_types"] = None
+    if "layer_types" in given and "is_causal" not in given:
+        del merged["is_causal"]
+    if "sliding_window" in given and "use_sliding_window" not in given:
+        merged["use_sliding_window"] = given["sliding_window"] is not None
+    if "rope_theta" in given and "rope_parameters" not in given:
+        merged["rope_parameters"] = None
+    elif "rope_parameters" in given and "rope_theta" not in given:
+        merged["rope_theta"] = None
+    return merged

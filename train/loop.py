@@ -1,0 +1,358 @@
+"""The training run: steps in order, records, evaluations, checkpoints, and the final drafter."""
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from dflash_offline.common.errors import BadInput, Stopped
+from dflash_offline.common.options import config_as_dict, print_config, save_config
+from dflash_offline.common.progress import format_seconds
+from dflash_offline.train.checkpoint import (
+    CHECKPOINTS,
+    FINAL,
+    checkpoint_name,
+    load_optimizer,
+    publish,
+    save_checkpoint,
+)
+from dflash_offline.train.config import TrainConfig
+from dflash_offline.train.distributed import (
+    gather_objects,
+    join_world,
+    largest,
+    leave_world,
+    sum_over_ranks,
+)
+from dflash_offline.train.evaluate import CacheEvaluation, evaluate_cache, merge
+from dflash_offline.train.optimizer import Optimizer
+from dflash_offline.train.phase_clock import PhaseClock
+from dflash_offline.train.report import write_report
+from dflash_offline.train.run_log import RunLog, Window
+from dflash_offline.train.schedule import lr_factor
+from dflash_offline.train.setup import Setup, prepare
+from dflash_offline.train.step import accumulate
+from dflash_offline.train.stream import StepBuilder, StepInput, Stream
+
+_BETAS = (0.9, 0.95)
+
+
+def train(config: TrainConfig) -> Path:
+    """Run `dflash-train`.
+
+    Returns:
+        The folder of the final drafter.
+
+    Raises:
+        BadInput: options or stores that cannot be used; nothing was written.
+        DamagedStore: a pack is not what was written.
+        Stopped: by SIGTERM or SIGINT, after a checkpoint.
+    """
+    world = join_world("cuda" if torch.cuda.is_available() and config.device != "cpu" else "cpu")
+    try:
+        run = Run(prepare(config, world))
+        with _signals() as stop:
+            return run.to_the_end(stop)
+    finally:
+        leave_world()
+
+
+class Run:
+    """One process's part of a run."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._config = setup.config
+        self._world = setup.world
+        self._state = replace(setup.state, is_finished=False)
+        self._saved = setup.state
+        self._optimizer = Optimizer(
+            setup.drafter, weight_decay=setup.config.weight_decay, betas=_BETAS
+        )
+        if setup.checkpoint is not None:
+            load_optimizer(setup.checkpoint, self._optimizer)
+        self._clock = PhaseClock(setup.device)
+        self._window = Window()
+        self._log: RunLog | None = None
+        self._lr = 0.0
+
+    def to_the_end(self, stop: threading.Event) -> Path:
+        """Train until the steps or the minutes are over, or `stop` is set."""
+        setup, config = self._setup, self._config
+        if self._world.is_first:
+            self._announce()
+        builder = StepBuilder(setup.caches, setup.stream_options, setup.wanted)
+        stream = Stream(
+            setup.order,
+            builder,
+            state=self._state.stream,
+            samples_per_step=setup.samples_of_steps(),
+            rank=self._world.rank,
+            world_size=self._world.size,
+        )
+        with self._records(), stream:
+            began = time.monotonic() - self._state.elapsed_s
+            while not self._is_over():
+                self._one_step(stream)
+                self._state = replace(self._state, elapsed_s=self._now(began))
+                self._keep_books()
+                if self._must_stop(stop) and not self._is_over():
+                    self._save()
+                    raise Stopped(
+                        f"stopped after step {self._state.step}; the same command goes on from "
+                        f"the checkpoint in {config.out}"
+                    )
+        return self._publish()
+
+    def _one_step(self, stream: Stream) -> None:
+        with self._clock.phase("data"):
+            given = stream.next()
+        self._lr = self._config.lr * lr_factor(
+            self._progress(), warmup_frac=self._config.warmup, kind=self._config.lr_schedule
+        )
+        totals, norm, skipped = train_step(
+            self._setup, self._optimizer, given, lr=self._lr, clock=self._clock
+        )
+        self._window.add(
+            totals, norm, skipped, num_tokens=given.num_tokens, num_rows=given.num_rows
+        )
+        self._state = replace(
+            self._state,
+            step=self._state.step + 1,
+            stream=given.state,
+            skipped_samples=self._state.skipped_samples + given.num_skipped,
+        )
+
+    def _progress(self) -> float:
+        """Return how much of the run is over at the end of the coming step."""
+        if self._config.schedule_over == "minutes":
+            assert self._config.max_minutes is not None
+            return max(1e-9, self._state.elapsed_s / (60 * self._config.max_minutes))
+        if self._setup.num_steps is None:
+            return 1.0
+        return (self._state.step + 1) / self._setup.num_steps
+
+    def _is_over(self) -> bool:
+        limit = self._config.max_minutes
+        if limit is not None and self._state.elapsed_s >= 60 * limit:
+            return True
+        return self._setup.num_steps is not None and self._state.step >= self._setup.num_steps
+
+    def _now(self, began: float) -> float:
+        """Return the seconds trained, the same on every process where something hangs on them."""
+        elapsed = time.monotonic() - began
+        if self._config.max_minutes is None:
+            return elapsed
+        return largest(elapsed, self._world, self._setup.device)
+
+    def _must_stop(self, stop: threading.Event) -> bool:
+        if self._world.size == 1:
+            return stop.is_set()
+        # Asking the others waits for the device, so only once a record.
+        due = self._state.step % self._config.log_every == 0
+        return due and largest(float(stop.is_set()), self._world, self._setup.device) > 0
+
+    def _keep_books(self) -> None:
+        step, config = self._state.step, self._config
+        over = self._is_over()
+        if step % config.log_every == 0 or over:
+            self._record()
+        if step % config.eval_every == 0 or over:
+            self._evaluate()
+        if step % config.checkpoint_every == 0 and not over:
+            self._save()
+
+    def _record(self) -> None:
+        record, skipped = self._window.read()
+        seconds = self._clock.take()
+        elapsed = time.perf_counter() - self._window.began
+        self._state = replace(self._state, skipped_steps=self._state.skipped_steps + skipped)
+        if self._log is not None:
+            record = {
+                "step": self._state.step,
+                "epoch": self._state.stream.epoch,
+                **record,
+                "lr": self._lr,
+                "data_wait_frac": seconds["data"] / elapsed,
+                "seconds": seconds,
+                "elapsed_s": self._state.elapsed_s,
+                "skipped_steps": self._state.skipped_steps,
+                "skipped_samples": self._state.skipped_samples,
+            }
+            self._log.train(record, done=self._done())
+        self._window = Window()
+
+    def _done(self) -> float:
+        """Return the work done in the unit of the progress line: steps, or seconds."""
+        return self._state.step if self._setup.num_steps is not None else self._state.elapsed_s
+
+    def _evaluate(self) -> None:
+        with self._clock.phase("eval"):
+            mine = evaluate(self._setup)
+            parts = [part for part in gather_objects(mine, self._world) if part is not None]
+        if self._log is None or not parts:
+            return
+        whole = merge(parts)
+        self._log.evaluation(
+            {
+                "step": self._state.step,
+                "elapsed_s": self._state.elapsed_s,
+                "acceptance_length": whole.acceptance_length,
+                "accepted_by_position": whole.accepted_by_position,
+                "by_source": whole.by_source,
+                "num_anchors": whole.num_anchors,
+            }
+        )
+
+    def _save(self) -> Path:
+        """Write a checkpoint of the state after the last step; only the first process does."""
+        folder = self._config.out / CHECKPOINTS / checkpoint_name(self._state.step)
+        if self._world.is_first and self._saved != self._state:
+            save_checkpoint(
+                folder,
+                self._state,
+                drafter=self._setup.drafter,
+                optimizer=self._optimizer,
+                dtype=self._setup.export_dtype,
+                keep=self._config.keep_checkpoints,
+            )
+            self._saved = self._state
+        return folder
+
+    def _publish(self) -> Path:
+        """Mark the run as finished; write the final drafter and the report."""
+        self._state = replace(self._state, is_finished=True)
+        checkpoint = self._save()
+        if not self._world.is_first:
+            return self._config.out / FINAL
+        folder = publish(checkpoint, self._config.out)
+        report = write_report(self._config.out)
+        skipped = f"{self._state.skipped_samples} samples, {self._state.skipped_steps} steps"
+        _say(
+            f"{self._state.step} steps in {format_seconds(self._state.elapsed_s)}"
+            f" (skipped: {skipped})",
+            f"drafter  {folder}",
+            f"report   {report}",
+        )
+        return folder
+
+    def _announce(self) -> None:
+        """Save and print the resolved configuration, and what was chosen for the user."""
+        setup, config = self._setup, self._config
+        config.out.mkdir(parents=True, exist_ok=True)
+        (config.out / "config.yaml").write_text(save_config(config))
+        print_config(config, out=str(config.out), title="dflash-train")
+        drafter = setup.drafter.config
+        num_parameters = sum(each.numel() for each in setup.drafter.parameters())
+        samples = sum(len(indices) for indices in setup.wanted)
+        _say(
+            f"mask token {setup.mask_token.id}: {setup.mask_token.reason}",
+            f"drafter of {drafter.num_hidden_layers} layers, {num_parameters / 1e6:.1f} M "
+            f"parameters, reads layers {', '.join(map(str, drafter.target_layer_ids))}",
+            f"{samples:,} training samples, {setup.num_steps or 'unbounded'} steps, "
+            f"{setup.dtype} on {setup.device}, {self._world.size} process(es)",
+        )
+        if setup.checkpoint is not None:
+            _say(f"going on from {setup.checkpoint}")
+
+    @contextmanager
+    def _records(self) -> Iterator[None]:
+        """Keep the log open around a block, on the first process."""
+        if not self._world.is_first:
+            yield
+            return
+        setup, config = self._setup, self._config
+        total = setup.num_steps or 60 * (config.max_minutes or 0)
+        with RunLog(config.out, total=total, step=self._state.step, done=self._done()) as log:
+            if setup.checkpoint is None:
+                log.run(
+                    config_as_dict(config),
+                    drafter=setup.drafter.config.to_json(),
+                    mask_token=setup.mask_token.reason,
+                    device=str(setup.device),
+                    dtype=str(setup.dtype).removeprefix("torch."),
+                    num_samples=sum(len(indices) for indices in setup.wanted),
+                    num_steps=setup.num_steps,
+                    world_size=self._world.size,
+                )
+            self._log = log
+            yield
+        self._log = None
+
+
+def train_step(
+    setup: Setup, optimizer: Optimizer, given: StepInput, *, lr: float, clock: PhaseClock
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Run one step over the whole job.
+
+    Returns:
+        The sums of `accumulate` over the job (zero where the step was skipped), the gradient's
+        norm, and 1.0 if the step was skipped; all on the device.
+    """
+    optimizer.zero_grad()
+    totals = accumulate(setup.drafter, setup.head, setup.objective, given.passes, clock)
+    with clock.phase("optimizer"):
+        sum_over_ranks([totals])
+        sum_over_ranks(optimizer.gradients)
+        norm, skipped = optimizer.step(lr=lr, weight_sum=totals[1], clip=setup.config.clip)
+    return torch.where(skipped > 0, torch.zeros_like(totals), totals), norm, skipped
+
+
+def evaluate(setup: Setup) -> CacheEvaluation | None:
+    """Evaluate this process's part of the held-out samples; None where it has none."""
+    parts = []
+    for cache in setup.caches:
+        mine = cache.held_out_samples[setup.world.rank :: setup.world.size]
+        if not mine:
+            continue
+        try:
+            part = evaluate_cache(
+                setup.drafter,
+                cache,
+                embed=setup.head.embed,
+                head=setup.head.weight,
+                supervise=setup.config.supervise,
+                samples=mine,
+                max_anchors=setup.config.eval_anchors,
+                dtype=setup.dtype,
+            )
+        except BadInput:
+            # None of these few samples has an anchor; others may.
+            continue
+        parts.append(part)
+    return merge(parts) if parts else None
+
+
+def _say(*lines: str) -> None:
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    for line in lines:
+        console.print(line, markup=False)
+
+
+@contextmanager
+def _signals() -> Iterator[threading.Event]:
+    """Turn the first SIGTERM or SIGINT into an event, and let a second one kill at once."""
+    stop = threading.Event()
+
+    def request(_number: int, _frame: object) -> None:
+        stop.set()
+        for each in handled:
+            signal.signal(each, signal.SIG_DFL)
+
+    handled = (signal.SIGTERM, signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread():
+        # Handlers belong to the main thread; a caller elsewhere keeps its own.
+        yield stop
+        return
+    before = [signal.signal(each, request) for each in handled]
+    try:
+        yield stop
+    finally:
+        for each, handler in zip(handled, before, strict=True):
+            signal.signal(each, handler)

@@ -1,0 +1,136 @@
+"""What a run reports: JSONL records, TensorBoard curves and the progress line.
+
+Sums stay on the device from step to step and are read once per record.
+
+Letters: P predicting slots of a block.
+"""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.tensorboard import SummaryWriter
+
+from dflash_offline.common.progress import JsonLog, ProgressLine
+
+LOG_NAME, TENSORBOARD = "log.jsonl", "tensorboard"
+FIELDS = ("step", "loss", "acceptance", "tok/s", "data-wait")
+
+
+class Window:
+    """Sums over the steps between two records, on the device where they arise there."""
+
+    def __init__(self) -> None:
+        self._totals: torch.Tensor | None = None
+        self._skipped: torch.Tensor | None = None
+        self._norm: torch.Tensor | None = None
+        self.num_steps = self.num_tokens = self.num_rows = 0
+        self.began = time.perf_counter()
+
+    def add(
+        self,
+        totals: torch.Tensor,
+        norm: torch.Tensor,
+        skipped: torch.Tensor,
+        *,
+        num_tokens: int,
+        num_rows: int,
+    ) -> None:
+        """Add one step: `totals` as `accumulate` returns them, summed over the job."""
+        self._totals = totals if self._totals is None else self._totals + totals
+        self._skipped = skipped if self._skipped is None else self._skipped + skipped
+        self._norm = norm
+        self.num_steps += 1
+        self.num_tokens += num_tokens
+        self.num_rows += num_rows
+
+    def read(self) -> tuple[dict[str, Any], int]:
+        """Return a record's measured values and the number of skipped steps; waits once."""
+        assert self._totals is not None
+        assert self._skipped is not None
+        assert self._norm is not None
+        values = torch.cat([self._totals, torch.stack([self._norm, self._skipped]).double()])
+        loss, weight, blocks, *accepted, norm, skipped = values.tolist()
+        by_position = [count / max(1.0, blocks) for count in accepted]
+        seconds = time.perf_counter() - self.began
+        record = {
+            "loss": loss / weight if weight else float("nan"),
+            "acceptance": 1.0 + sum(by_position),
+            "accepted_by_position": by_position,
+            "grad_norm": norm,
+            "tokens_per_s": self.num_tokens / seconds,
+            "rows_per_s": self.num_rows / seconds,
+        }
+        return record, round(skipped)
+
+
+class RunLog:
+    """Writes a run's records; every method is called on the first process only."""
+
+    def __init__(self, out: Path, *, total: float, step: int, done: float) -> None:
+        path = out / LOG_NAME
+        _forget_after(path, step)
+        self._json = JsonLog(path)
+        self._board = SummaryWriter(str(out / TENSORBOARD), purge_step=step + 1)
+        self._progress = ProgressLine(total, FIELDS, done=done)
+
+    def __enter__(self) -> "RunLog":
+        self._progress.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.__exit__(*exception)
+        self._json.close()
+        self._board.close()
+
+    def run(self, config: dict[str, Any], **facts: Any) -> None:
+        """Write the record that describes the run."""
+        self._json.write({"kind": "run", "config": config, **facts})
+
+    def train(self, record: dict[str, Any], *, done: float) -> None:
+        """Write a training record and redraw the progress line."""
+        self._json.write({"kind": "train", **record})
+        self._curves("train", record)
+        self._progress.update(
+            done,
+            {
+                "step": str(record["step"]),
+                "loss": f"{record['loss']:.3f}",
+                "acceptance": f"{record['acceptance']:.2f}",
+                "tok/s": f"{record['tokens_per_s']:,.0f}",
+                "data-wait": f"{record['data_wait_frac']:.1%}",
+            },
+        )
+
+    def evaluation(self, record: dict[str, Any]) -> None:
+        """Write an evaluation on the held-out samples."""
+        self._json.write({"kind": "eval", **record})
+        self._curves("eval", record)
+
+    def _curves(self, kind: str, record: dict[str, Any]) -> None:
+        step = record["step"]
+        for name, value in record.items():
+            if isinstance(value, int | float) and name != "step":
+                self._board.add_scalar(f"{kind}/{name}", value, step)
+            elif name == "accepted_by_position":
+                for slot, share in enumerate(value, start=1):
+                    self._board.add_scalar(f"{kind}/accepted/{slot}", share, step)
+
+
+def _forget_after(path: Path, step: int) -> None:
+    """Drop records of steps that will be run again, and a torn last line."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if step and record.get("step", 0) <= step:
+            kept.append(line + "\n")
+    staging = path.with_suffix(".tmp")
+    staging.write_text("".join(kept), encoding="utf-8")
+    staging.replace(path)

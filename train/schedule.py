@@ -1,0 +1,31 @@
+"""The learning rate over a run, as a factor of its peak: a pure function of progress."""
+
+import math
+
+COSINE, WSD, CONSTANT = "cosine", "wsd", "constant"
+SCHEDULES = (COSINE, WSD, CONSTANT)
+# Last part of a warm-up-stable-decay run that decays.
+_WSD_DECAY_FRAC = 0.2
+
+
+def lr_factor(progress: float, *, warmup_frac: float, kind: str = COSINE) -> float:
+    """Return the factor at a point of the run.
+
+    Args:
+        progress: share of the run that is over at the end of the step, in (0, 1].
+        warmup_frac: share over which the rate rises linearly from 0.
+        kind: `cosine` to 0, `wsd` (flat, then linear to 0 over the last fifth) or `constant`.
+
+    Returns:
+        A factor in [0, 1].
+    """
+    progress = min(1.0, max(0.0, progress))
+    if progress < warmup_frac:
+        return progress / warmup_frac
+    if kind == CONSTANT:
+        return 1.0
+    if kind == WSD:
+        return min(1.0, (1.0 - progress) / _WSD_DECAY_FRAC)
+    assert kind == COSINE, f"schedule is {kind}"
+    after = (progress - warmup_frac) / max(1e-12, 1.0 - warmup_frac)
+    return 0.5 * (1.0 + math.cos(math.pi * after))

@@ -1,0 +1,339 @@
+"""Everything a run needs before its first step: options checked, stores open, drafter made.
+
+Nothing is written here, so bad input leaves no trace.
+"""
+
+import itertools
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dflash_offline.common.cache import Cache, open_cache
+from dflash_offline.common.errors import BadInput
+from dflash_offline.common.identity import MIX, compare
+from dflash_offline.common.options import config_as_dict
+from dflash_offline.train.checkpoint import FINAL, RunState, check_learned, checkpoints, load_state
+from dflash_offline.train.config import TrainConfig
+from dflash_offline.train.distributed import World
+from dflash_offline.train.draft_shape import (
+    ShapeWishes,
+    check_fits,
+    new_drafter_config,
+    with_wishes,
+)
+from dflash_offline.train.drafter import Drafter
+from dflash_offline.train.drafter_config import DrafterConfig
+from dflash_offline.train.export import load_drafter, load_drafter_config
+from dflash_offline.train.mask_token import MaskToken, choose_mask_token
+from dflash_offline.train.objective import Objective, decay_gamma
+from dflash_offline.train.order import SampleOrder, StoreSamples
+from dflash_offline.train.stream import StreamOptions
+from dflash_offline.train.target_head import TargetHead, load_target_head
+
+_DEFAULT_EPOCHS = 6.0
+# Options that change nothing of what a step learns from.
+_FREE_OPTIONS = {
+    "cache", "out", "resume", "partial", "rows_per_pass", "num_epochs", "num_steps", "max_minutes",
+    "schedule_over", "device", "export_dtype", "log_every", "eval_every", "eval_anchors",
+    "checkpoint_every", "keep_checkpoints", "init_from", "draft_config", "mask_token_id",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A run that is ready to start or to go on."""
+
+    config: TrainConfig
+    world: World
+    device: torch.device
+    dtype: torch.dtype
+    export_dtype: torch.dtype
+    caches: list[Cache]
+    wanted: list[list[int]]  # training samples of each store, in plan order
+    head: TargetHead  # on the device, in the compute dtype
+    drafter: Drafter  # on the device, masters in fp32
+    mask_token: MaskToken
+    objective: Objective
+    order: SampleOrder
+    num_steps: int | None  # None: until the minutes are over
+    total_samples: int | None
+    state: RunState
+    checkpoint: Path | None  # where `state` comes from
+
+    @property
+    def stream_options(self) -> StreamOptions:
+        """How the stream cuts samples for this run."""
+        return StreamOptions(
+            layout=self.drafter.config.layout,
+            layers=self.drafter.config.target_layer_ids,
+            num_anchors=self.config.num_anchors,
+            rows_per_pass=self.config.rows_per_pass,
+            seed=self.config.seed,
+            supervise=self.config.supervise,
+            with_final=self.config.labels == "teacher",
+            # Half the bytes to copy to a GPU; on a CPU the copy converts at once.
+            dtype=torch.bfloat16 if self.device.type == "cuda" else self.dtype,
+            pinned=self.device.type == "cuda",
+        )
+
+    def samples_of_steps(self) -> Iterator[int]:
+        """Yield the number of samples of every step still to come; the last may be smaller."""
+        size = self.config.samples_per_step
+        if self.num_steps is None or self.total_samples is None:
+            yield from itertools.repeat(size)
+            return
+        for step in range(self.state.step, self.num_steps):
+            yield min(size, self.total_samples - step * size)
+
+
+def prepare(config: TrainConfig, world: World) -> Setup:
+    """Check the options against each other and the stores, and build the run's parts.
+
+    Raises:
+        BadInput: names the option, what was given, what is allowed and the remedy.
+    """
+    _check_options(config)
+    device = _device(config, world)
+    dtype = _dtype(config.dtype, device)
+    checkpoint, state = _start(config)
+    caches = _open_caches(config)
+    wanted = [cache.training_samples[: config.num_samples] for cache in caches]
+    head = load_target_head(caches[0])
+    shape, mask_token = _shape(config, caches, head, checkpoint)
+    _warn_of_short_documents(caches, wanted, shape)
+    order = _order(config, caches, wanted)
+    num_steps, total_samples = _length(config, order)
+    learned = _learned(config, caches, shape)
+    if checkpoint is not None:
+        check_learned(state.learned, learned, config.out)
+    else:
+        state = RunState(learned=learned)
+    return Setup(
+        config=config,
+        world=world,
+        device=device,
+        dtype=dtype,
+        export_dtype=_dtype(config.export_dtype, device, dtype),
+        caches=caches,
+        wanted=wanted,
+        head=head.to(device, dtype),
+        drafter=_drafter(config, shape, checkpoint).to(device),
+        mask_token=mask_token,
+        objective=Objective(
+            loss=config.loss, gamma=config.loss_gamma or decay_gamma(shape.block_size)
+        ),
+        order=order,
+        num_steps=num_steps,
+        total_samples=total_samples,
+        state=state,
+        checkpoint=checkpoint,
+    )
+
+
+def _check_options(config: TrainConfig) -> None:
+    if config.weight and len(config.weight) != len(config.cache):
+        raise BadInput(
+            f"--weight: {len(config.weight)} given for {len(config.cache)} --cache; give one for "
+            "each, or none"
+        )
+    if config.num_steps is not None and config.num_epochs is not None:
+        raise BadInput("--num-steps and --num-epochs are both given; give one of them")
+    if config.schedule_over == "minutes" and config.max_minutes is None:
+        raise BadInput("--schedule-over minutes needs --max-minutes; give it")
+    bounded = config.num_steps is not None or config.num_epochs is not None
+    by_steps = config.schedule_over == "steps" and config.lr_schedule != "constant"
+    if config.max_minutes is not None and not bounded and by_steps:
+        raise BadInput(
+            "--max-minutes alone leaves the number of steps open that the learning rate follows; "
+            "add --schedule-over minutes, --num-steps or --num-epochs"
+        )
+
+
+def _device(config: TrainConfig, world: World) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if config.device == "cuda" and not has_cuda:
+        raise BadInput("--device cuda: there is no CUDA device; use --device cpu")
+    if config.device == "cpu" or not has_cuda:
+        return torch.device("cpu")
+    torch.cuda.set_device(world.local_rank)
+    return torch.device("cuda", world.local_rank)
+
+
+def _dtype(name: str, device: torch.device, default: torch.dtype | None = None) -> torch.dtype:
+    if name == "auto":
+        return default or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+
+
+def _start(config: TrainConfig) -> tuple[Path | None, RunState]:
+    """Return the checkpoint to go on from, and its state."""
+    found = checkpoints(config.out)
+    if not found:
+        if (config.out / FINAL).exists():
+            raise BadInput(f"--out {config.out} holds a drafter already; choose another folder")
+        return None, RunState()
+    state = load_state(found[-1])
+    if state.is_finished and not config.resume:
+        raise BadInput(
+            f"--out {config.out} holds a finished run; choose another folder, or add --resume and "
+            "a larger --num-steps to train on"
+        )
+    return found[-1], state
+
+
+def _open_caches(config: TrainConfig) -> list[Cache]:
+    caches = [open_cache(url, partial=config.partial) for url in config.cache]
+    for url, cache in zip(config.cache[1:], caches[1:], strict=True):
+        where = f"--cache {url}, to be mixed with {config.cache[0]},"
+        compare(caches[0].identity, cache.identity, kinds=MIX, where=where)
+    if config.labels == "teacher":
+        for url, cache in zip(config.cache, caches, strict=True):
+            if cache.schema.teacher != "final":
+                raise BadInput(
+                    f"--labels teacher: {url} holds no final states (teacher "
+                    f"{cache.schema.teacher}); extract with --teacher final, or use --labels data"
+                )
+    for url, cache in zip(config.cache, caches, strict=True):
+        if not cache.training_samples:
+            raise BadInput(f"--cache {url} has no training sample; extract with less --holdout")
+    return caches
+
+
+def _shape(
+    config: TrainConfig, caches: list[Cache], head: TargetHead, checkpoint: Path | None
+) -> tuple[DrafterConfig, MaskToken]:
+    """Return the drafter's configuration and its mask token, with the reason for it."""
+    wishes = ShapeWishes(
+        draft_config=config.draft_config,
+        draft_layers=config.draft_layers,
+        block_size=config.block_size,
+        sample_from_anchor=config.sample_from_anchor,
+    )
+    if checkpoint is not None:
+        shape = load_drafter_config(checkpoint)
+        for cache in caches:
+            check_fits(shape, cache, f"the run in {config.out}")
+        return shape, MaskToken(id=shape.mask_token_id, reason="the run's own")
+    initial = load_drafter_config(config.init_from) if config.init_from else None
+    if initial is not None:
+        for cache in caches:
+            check_fits(initial, cache, f"--init-from {config.init_from}")
+        _check_initial(config, initial)
+    mask_token = choose_mask_token(
+        caches,
+        head.embed,
+        given=config.mask_token_id,
+        initial=initial.mask_token_id if initial else None,
+    )
+    if initial is not None:
+        changed = initial.to_json()
+        changed["dflash_config"]["mask_token_id"] = mask_token.id
+        return with_wishes(DrafterConfig.from_json(changed), wishes), mask_token
+    layers = _layers(config, caches[0])
+    shape = new_drafter_config(caches[0], head, wishes, layers=layers, mask_token_id=mask_token.id)
+    for cache in caches:
+        check_fits(shape, cache, "the drafter")
+    return shape, mask_token
+
+
+def _check_initial(config: TrainConfig, initial: DrafterConfig) -> None:
+    for option, given, own in (
+        ("--draft-layers", config.draft_layers, initial.num_hidden_layers),
+        ("--draft-config", config.draft_config, None),
+        ("--layers", config.layers, ",".join(map(str, initial.target_layer_ids))),
+    ):
+        if given is not None and given != own:
+            raise BadInput(
+                f"{option} {given} does not go with --init-from {config.init_from}, which brings "
+                "its own shape; drop one of them"
+            )
+
+
+def _layers(config: TrainConfig, cache: Cache) -> tuple[int, ...]:
+    if config.layers is None:
+        return cache.schema.layers
+    try:
+        layers = tuple(int(each) for each in config.layers.split(","))
+    except ValueError:
+        layers = ()
+    if not layers or len(set(layers)) < len(layers) or set(layers) - set(cache.schema.layers):
+        raise BadInput(
+            f"--layers {config.layers} is no list of distinct layers that the store holds; choose "
+            f"among {','.join(map(str, cache.schema.layers))}"
+        )
+    return layers
+
+
+def _drafter(config: TrainConfig, shape: DrafterConfig, checkpoint: Path | None) -> Drafter:
+    if checkpoint is None and config.init_from is not None:
+        loaded = load_drafter(config.init_from)
+        drafter = Drafter(shape)
+        drafter.load_state_dict(loaded.state_dict())
+        return drafter
+    return Drafter(shape).initialise(config.seed)
+
+
+def _order(config: TrainConfig, caches: list[Cache], wanted: list[list[int]]) -> SampleOrder:
+    weights = config.weight or (1.0,) * len(caches)
+    stores = [
+        StoreSamples(indices=indices, packs=cache.plan.column("pack")[indices], weight=weight)
+        for cache, indices, weight in zip(caches, wanted, weights, strict=True)
+    ]
+    return SampleOrder(stores, config.seed)
+
+
+def _length(config: TrainConfig, order: SampleOrder) -> tuple[int | None, int | None]:
+    """Return the run's steps and samples; None where only minutes bound it."""
+    size = config.samples_per_step
+    if config.num_steps is not None:
+        return config.num_steps, config.num_steps * size
+    if config.num_epochs is None and config.max_minutes is not None:
+        return None, None
+    epochs = config.num_epochs if config.num_epochs is not None else _DEFAULT_EPOCHS
+    whole = math.floor(epochs)
+    samples = sum(order.epoch_length(epoch) for epoch in range(whole))
+    samples += round((epochs - whole) * order.epoch_length(whole))
+    if samples == 0:
+        raise BadInput(f"--num-epochs {epochs} is less than one sample; raise it")
+    return math.ceil(samples / size), samples
+
+
+def _learned(config: TrainConfig, caches: list[Cache], shape: DrafterConfig) -> dict[str, Any]:
+    """Return what must agree for a run to go on as if it had not stopped."""
+    options = config_as_dict(config)
+    learned = {name: value for name, value in options.items() if name not in _FREE_OPTIONS}
+    learned["cache"] = [
+        {**cache.identity.target, **cache.identity.store, **cache.identity.plan} for cache in caches
+    ]
+    learned["block_size"] = config.block_size or shape.block_size
+    learned["draft_layers"] = config.draft_layers or shape.num_hidden_layers
+    return learned
+
+
+def _warn_of_short_documents(
+    caches: list[Cache], wanted: list[list[int]], shape: DrafterConfig
+) -> None:
+    lengths = np.concatenate(
+        [
+            cache.plan.column("length")[indices]
+            for cache, indices in zip(caches, wanted, strict=True)
+        ]
+    )
+    longest = int(lengths.max())
+    if longest >= shape.block_size:
+        return
+    # A block may start at any token but the last; its labels end with the document.
+    starts = np.concatenate([np.arange(1, length) for length in lengths])
+    reach = np.minimum(starts, shape.layout.num_predictions)
+    cut = 1.0 - reach.sum() / (len(reach) * shape.layout.num_predictions)
+    warnings.warn(
+        f"--block-size {shape.block_size} is longer than every document (the longest has "
+        f"{longest} tokens): {cut:.0%} of the labels are cut off",
+        stacklevel=2,
+    )

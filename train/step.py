@@ -1,0 +1,67 @@
+"""One pass and one step: states in, gradients and sums out. No I/O and no host synchronisation.
+
+Letters: A anchors, B block size, N = A*B rows, H hidden, P predicting slots.
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from dflash_offline.train.drafter import Drafter
+from dflash_offline.train.objective import Objective, PassSums, pass_sums, scatter_rows
+from dflash_offline.train.phase_clock import PhaseClock
+from dflash_offline.train.stream import PassInput
+from dflash_offline.train.target_head import TargetHead
+
+
+def run_pass(
+    drafter: Drafter, head: TargetHead, objective: Objective, given: PassInput
+) -> PassSums:
+    """Run the drafter over one pass and weigh its cross-entropies.
+
+    Args:
+        drafter: parameters of any float dtype.
+        head: embedding and head in the dtype of the states.
+        objective: which weights the slots get.
+        given: the pass, on the drafter's device; labels are the data's tokens, or the target's
+            best tokens where `given.final` is there.
+
+    Returns:
+        Sums; `loss` is differentiable and not divided by anything.
+    """
+    tables = given.tables
+    hidden_NH = drafter(given.features, head.embeddings(tables.block_tokens), tables)
+    rows = tables.label_rows
+    labels = tables.labels[rows] if given.final is None else head.best_tokens(given.final)
+    result = head.cross_entropy(hidden_NH[rows], labels)
+    shape = (tables.num_anchors, tables.layout.block_size)
+    first = tables.layout.first_slot
+    nll_AP = scatter_rows(result.nll, rows, shape, 0.0)[:, first:]
+    correct = (result.argmax == labels).to(nll_AP.dtype)
+    correct_AP = scatter_rows(correct, rows, shape, 0.0)[:, first:] > 0
+    return pass_sums(objective, nll_AP, correct_AP, tables.label_grid(tables.labels) >= 0)
+
+
+def accumulate(
+    drafter: Drafter,
+    head: TargetHead,
+    objective: Objective,
+    passes: Iterable[PassInput],
+    clock: PhaseClock | None = None,
+) -> torch.Tensor:
+    """Add the gradients of passes to the parameters' `.grad`, unnormalised.
+
+    Returns:
+        [3 + P] float64 sums over the passes: loss, weights, blocks, accepted by slot.
+    """
+    device = head.weight.device
+    clock = clock or PhaseClock(device)
+    layout = drafter.config.layout
+    totals = torch.zeros(3 + layout.num_predictions, dtype=torch.float64, device=device)
+    for given in passes:
+        with clock.phase("forward"):
+            sums = run_pass(drafter, head, objective, given.to(device, head.weight.dtype))
+        with clock.phase("backward"):
+            sums.loss.backward()
+        totals += sums.flat()
+    return totals

@@ -1,0 +1,313 @@
+"""From stores to passes: a background thread reads packs ahead and builds everything a step needs.
+
+A step is a number of samples; its passes hold at most so many block rows, whole samples where they
+fit, or a sample's anchors over several passes, each with the context it needs. How a step is cut
+into passes changes sums by rounding only.
+
+Letters: T context tokens, A anchors, B block size, K captured layers, H hidden, M labelled rows.
+"""
+
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from dflash_offline.common.cache import Cache
+from dflash_offline.common.store import supervised
+from dflash_offline.train.anchors import (
+    AnchoredDocument,
+    BlockLayout,
+    PassTables,
+    build_pass,
+    sample_anchors,
+)
+from dflash_offline.train.order import WINDOW_PACKS, Draw, SampleOrder, StreamState
+
+# Steps built ahead of the one that trains.
+_STEPS_AHEAD = 2
+# A pass also ends when its context is this many times its most block rows.
+_CONTEXT_FACTOR = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamOptions:
+    """What of a sample is trained on, and how much at a time."""
+
+    layout: BlockLayout
+    layers: tuple[int, ...]
+    num_anchors: int
+    rows_per_pass: int
+    seed: int
+    supervise: str = "all"
+    with_final: bool = False  # also gather the final state at every labelled row
+    dtype: torch.dtype = torch.bfloat16  # of the features handed over
+    pinned: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedDocument:
+    """A sample in host memory, ready to be cut into passes."""
+
+    anchored: AnchoredDocument
+    features: torch.Tensor  # bfloat16 [K, T, H]
+    final: torch.Tensor | None = None  # bfloat16 [T, H]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassInput:
+    """One forward and backward: tables and states, on one device."""
+
+    tables: PassTables
+    features: torch.Tensor  # [T, K*H]
+    final: torch.Tensor | None = None  # [M, H], the state whose head output the label row predicts
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> "PassInput":
+        """Move to a device, states in the compute dtype."""
+        final = self.final
+        return PassInput(
+            tables=self.tables.to(device),
+            features=self.features.to(device, non_blocking=True).to(dtype),
+            final=None if final is None else final.to(device, non_blocking=True).to(dtype),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepInput:
+    """This process's part of one step."""
+
+    passes: list[PassInput]
+    state: StreamState  # after the step
+    num_samples: int
+    num_skipped: int  # samples without a possible anchor
+    num_tokens: int  # tokens of the samples
+    num_rows: int  # labelled rows
+    num_blocks: int
+
+
+class PackReader:
+    """Documents of one store by pack, the last few packs kept in host memory."""
+
+    def __init__(self, cache: Cache, options: StreamOptions, wanted: Sequence[int]) -> None:
+        self._cache = cache
+        self._options = options
+        self._members: dict[int, list[int]] = {}
+        for index in wanted:
+            self._members.setdefault(cache.plan.samples[index].pack, []).append(index)
+        self._held: OrderedDict[int, dict[int, LoadedDocument]] = OrderedDict()
+
+    def document(self, index: int) -> LoadedDocument:
+        """Return a sample without anchors, reading its whole pack if it is not held."""
+        pack = self._cache.plan.samples[index].pack
+        if pack not in self._held:
+            self._held[pack] = self._read(self._members[pack])
+            if len(self._held) > 2 * WINDOW_PACKS:
+                self._held.popitem(last=False)
+        self._held.move_to_end(pack)
+        return self._held[pack][index]
+
+    def _read(self, members: list[int]) -> dict[int, LoadedDocument]:
+        documents = self._cache.read_many(members, self._options.layers)
+        return {
+            document.index: LoadedDocument(
+                anchored=AnchoredDocument(
+                    tokens=document.tokens,
+                    supervised=supervised(document.loss_mask, self._options.supervise),
+                    anchors=np.empty(0, np.int64),
+                ),
+                features=document.features_torch(),
+                final=document.final_torch() if self._options.with_final else None,
+            )
+            for document in documents
+        }
+
+
+class StepBuilder:
+    """Turns the draws of a step into this process's passes; no state but the packs held."""
+
+    def __init__(
+        self, caches: Sequence[Cache], options: StreamOptions, wanted: Sequence[Sequence[int]]
+    ) -> None:
+        self._caches = list(caches)
+        self._options = options
+        self._readers = [
+            PackReader(cache, options, indices)
+            for cache, indices in zip(caches, wanted, strict=True)
+        ]
+
+    def build(self, draws: Sequence[Draw], state: StreamState) -> StepInput:
+        """Read, anchor and cut samples; those without a possible anchor are left out."""
+        documents = [self._anchored(draw) for draw in draws]
+        kept = [each for each in documents if len(each.anchored.anchors)]
+        passes = [
+            assemble(group, self._options)
+            for group in cut_into_passes(kept, self._options.layout, self._options.rows_per_pass)
+        ]
+        return StepInput(
+            passes=passes,
+            state=state,
+            num_samples=len(kept),
+            num_skipped=len(documents) - len(kept),
+            num_tokens=sum(len(each.anchored.tokens) for each in kept),
+            num_rows=sum(each.tables.label_rows.shape[0] for each in passes),
+            num_blocks=sum(each.tables.num_anchors for each in passes),
+        )
+
+    def _anchored(self, draw: Draw) -> LoadedDocument:
+        document = self._readers[draw.store].document(draw.index)
+        anchors = sample_anchors(
+            document.anchored.supervised,
+            num_anchors=self._options.num_anchors,
+            seed=self._options.seed,
+            epoch=draw.epoch,
+            occurrence=draw.occurrence,
+            sample_id=self._caches[draw.store].plan.samples[draw.index].id,
+        )
+        return replace(document, anchored=replace(document.anchored, anchors=anchors))
+
+
+def cut_into_passes(
+    documents: Iterable[LoadedDocument], layout: BlockLayout, rows_per_pass: int
+) -> Iterator[list[LoadedDocument]]:
+    """Group documents so that no pass has more than `rows_per_pass` block rows.
+
+    A document with more rows than that is cut by anchors; the pieces share tokens and features,
+    and each brings the context of its own last anchor.
+    """
+    most_anchors = max(1, rows_per_pass // layout.block_size)
+    most_context = _CONTEXT_FACTOR * rows_per_pass
+    group: list[LoadedDocument] = []
+    num_anchors = num_context = 0
+    for document in documents:
+        for piece in _pieces(document, most_anchors):
+            added, context = len(piece.anchored.anchors), piece.anchored.num_context
+            too_many = num_anchors + added > most_anchors or num_context + context > most_context
+            if group and too_many:
+                yield group
+                group, num_anchors, num_context = [], 0, 0
+            group.append(piece)
+            num_anchors += added
+            num_context += context
+    if group:
+        yield group
+
+
+def assemble(documents: Sequence[LoadedDocument], options: StreamOptions) -> PassInput:
+    """Build one pass: tables, and the context's states token-major in one buffer."""
+    tables = build_pass([each.anchored for each in documents], options.layout)
+    num_layers, _, hidden = documents[0].features.shape
+    features = torch.empty(
+        (sum(tables.context_lengths), num_layers, hidden),
+        dtype=options.dtype,
+        pin_memory=options.pinned,
+    )
+    start = 0
+    for document, length in zip(documents, tables.context_lengths, strict=True):
+        rows = features[start : start + length]
+        rows.copy_(document.features[:, :length].transpose(0, 1))
+        start += length
+    final = _final_rows(documents, tables, options.dtype) if options.with_final else None
+    return PassInput(tables=tables, features=features.flatten(1), final=final)
+
+
+def _final_rows(
+    documents: Sequence[LoadedDocument], tables: PassTables, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the final states [M, H] of the tokens just before the labels."""
+    layout = tables.layout
+    before = tables.positions_block[tables.label_rows] + int(layout.sample_from_anchor) - 1
+    owners = tables.document[tables.label_rows // layout.block_size]
+    parts = []
+    for number, document in enumerate(documents):
+        assert document.final is not None, "the store holds no final state"
+        parts.append(document.final[before[owners == number]].to(dtype))
+    return torch.cat(parts)
+
+
+def _pieces(document: LoadedDocument, most_anchors: int) -> Iterator[LoadedDocument]:
+    anchors = document.anchored.anchors
+    if len(anchors) <= most_anchors:
+        yield document
+        return
+    for first in range(0, len(anchors), most_anchors):
+        part = anchors[first : first + most_anchors]
+        yield replace(document, anchored=replace(document.anchored, anchors=part))
+
+
+class Stream:
+    """Steps in order, built ahead by one thread; use as a context manager.
+
+    Args:
+        order: the samples, the same on every process.
+        builder: makes this process's passes.
+        state: where to start.
+        samples_per_step: samples of every step to come, over all processes; may be endless.
+        rank, world_size: this process's place; it takes a contiguous part of every step.
+    """
+
+    def __init__(
+        self,
+        order: SampleOrder,
+        builder: StepBuilder,
+        *,
+        state: StreamState,
+        samples_per_step: Iterable[int],
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self._order = order
+        self._builder = builder
+        self._state = state
+        self._samples_per_step = samples_per_step
+        self._part = (rank, world_size)
+        self._queue: queue.Queue[StepInput | BaseException] = queue.Queue(_STEPS_AHEAD)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="stream", daemon=True)
+        self.wait_s = 0.0  # time that `next` waited, in total
+
+    def __enter__(self) -> "Stream":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def next(self) -> StepInput:
+        """Return the next step's input, waiting for it if it is not built.
+
+        Raises:
+            whatever went wrong in the thread, such as `DamagedStore`.
+        """
+        start = time.perf_counter()
+        item = self._queue.get()
+        self.wait_s += time.perf_counter() - start
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def _work(self) -> None:
+        rank, world = self._part
+        state = self._state
+        try:
+            for count in self._samples_per_step:
+                draws, state = self._order.take(state, count)
+                mine = draws[rank * count // world : (rank + 1) * count // world]
+                if not self._put(self._builder.build(mine, state)):
+                    return
+        except BaseException as problem:
+            # Raised again by `next`, in the thread that trains.
+            self._put(problem)
+
+    def _put(self, item: StepInput | BaseException) -> bool:
+        while not self._stop.is_set():
+            try:
+                self._queue.put(item, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False

@@ -1,0 +1,99 @@
+"""The parts of the target that training needs, read from the store: embedding, head and scales.
+
+Letters: V vocabulary, H hidden, R rows.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from dflash_offline.common.cache import Cache
+from dflash_offline.kernels.linear_ce import LinearCE, linear_ce
+
+# Bytes of logits that exist at a time, where `chunk_rows` is not given.
+_CHUNK_BYTES = 512 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetHead:
+    """Frozen embedding and output weight with the target's scales."""
+
+    embed: torch.Tensor  # [V, H]
+    weight: torch.Tensor  # [V, H], the embedding itself where they are tied
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    embedding_scale: float = 1.0
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> "TargetHead":
+        """Return the same weights on a device, tied ones once."""
+        embed = self.embed.to(device, dtype)
+        tied = self.weight is self.embed
+        return replace(self, embed=embed, weight=embed if tied else self.weight.to(device, dtype))
+
+    def embeddings(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return scaled embeddings [R, H] of token ids [R]."""
+        rows = self.embed[tokens]
+        return rows if self.embedding_scale == 1.0 else rows * self.embedding_scale
+
+    def cross_entropy(self, states: torch.Tensor, labels: torch.Tensor) -> LinearCE:
+        """Return `linear_ce` of states [R, H] against labels [R], logits chunk by chunk."""
+        row_bytes = self.weight.shape[0] * states.element_size()
+        return linear_ce(
+            states,
+            self.weight,
+            labels,
+            logit_scale=self.logit_scale,
+            softcap=self.softcap,
+            chunk_rows=max(256, min(4096, _CHUNK_BYTES // row_bytes)),
+        )
+
+    @torch.no_grad()
+    def best_tokens(self, final: torch.Tensor) -> torch.Tensor:
+        """Return the target's own most likely token [R] for final states [R, H]."""
+        step = max(256, _CHUNK_BYTES // (self.weight.shape[0] * final.element_size()))
+        # Scale and soft-cap are monotonic and leave the best token where it is.
+        parts = [(rows @ self.weight.T).argmax(dim=1) for rows in final.split(step)]
+        return torch.cat(parts) if parts else final.new_empty(0, dtype=torch.int64)
+
+
+def load_target_head(cache: Cache) -> TargetHead:
+    """Read embedding, head and scales from a store's copy of its target."""
+    config = text_config(cache.target_config)
+    tied = config.get("tie_word_embeddings", cache.target_config.get("tie_word_embeddings"))
+    embed = cache.target_tensor("embed_tokens")
+    weight = embed if tied else cache.target_tensor("lm_head")
+    if weight.shape == embed.shape and weight.dtype == embed.dtype and torch.equal(weight, embed):
+        weight = embed
+    return TargetHead(
+        embed=embed,
+        weight=weight,
+        logit_scale=_logit_scale(config),
+        softcap=config.get("final_logit_softcapping"),
+        embedding_scale=_embedding_scale(config, embed),
+    )
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a Hugging Face config that describes the decoder."""
+    return config.get("text_config") or config
+
+
+def _logit_scale(config: Mapping[str, Any]) -> float:
+    divisor = config.get("logits_scaling")
+    if divisor is not None:
+        # HyperCLOVA X multiplies by the key that Granite divides by.
+        multiplies = config.get("model_type") == "hyperclovax"
+        return float(divisor) if multiplies else 1.0 / float(divisor)
+    for name in ("logit_scale", "lm_head_multiplier"):
+        if config.get(name) is not None:
+            return float(config[name])
+    return 1.0
+
+
+def _embedding_scale(config: Mapping[str, Any], embed: torch.Tensor) -> float:
+    if str(config.get("model_type", "")).startswith("gemma"):
+        # Gemma rounds the root of its width to the weight's precision.
+        return float(torch.tensor(embed.shape[1] ** 0.5).to(embed.dtype))
+    return float(config.get("embedding_multiplier") or 1.0)
