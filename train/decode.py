@@ -8,7 +8,8 @@ Letters: t new tokens, B block size, K captured layers, H hidden size, V vocabul
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,10 +52,10 @@ class TargetSequence:
     """One sequence in the target: feed tokens, read logits, take tokens back."""
 
     def __init__(self, target: Target) -> None:
-        self._model = target.model
-        self._device = target.embed_weight().device
-        self._cache = RollbackCache(target.model.config)
-        self._argument = cache_argument(target.model)
+        self._model = target.causal
+        self._device = target.device
+        self._cache = RollbackCache(target.config)
+        self._argument = cache_argument(target.causal)
 
     def feed(self, tokens: list[int], *, num_logits: int) -> Tensor:
         """Run tokens after those already there; return the logits [num_logits, V] of the last."""
@@ -101,7 +102,8 @@ def decode_greedy(
     tokens: list[int] = []
     while True:
         if watch is not None:
-            watch(len(tokens), logits)
+            with clock.paused():
+                watch(len(tokens), logits)
         tokens.append(int(logits[0].argmax()))
         if len(tokens) == max_new_tokens or tokens[-1] in stop:
             break
@@ -132,7 +134,7 @@ class SpeculativeDecoder:
         self._drafter = drafter
         self._temperature = temperature
         self._seed = seed
-        self._device = target.embed_weight().device
+        self._device = target.device
         self._capture = Capture(target, drafter.config.target_layer_ids)
         self._dtype = next(drafter.parameters()).dtype
 
@@ -177,21 +179,21 @@ class SpeculativeDecoder:
         while len(tokens) < max_new_tokens and tokens[-1] not in stop:
             anchor = len(prompt) + len(tokens) - 1
             room = max_new_tokens - len(tokens)
-            draft_logits = self._draft(drafts, features, tokens[-1], anchor)[: room - 1]
-            drafted = self._propose(draft_logits, generator)
+            proposal = self._draft(drafts, features, tokens[-1], anchor)[: room - 1]
+            drafted = self._propose(proposal, generator)
             block = [tokens[-1], *drafted.tolist()]
             logits = sequence.feed(block, num_logits=len(block))
             features = self._take_features(len(block))
-            accepted, bonus = self._judge(drafted, draft_logits, logits, generator)
+            accepted, bonus = self._judge(drafted, proposal, logits, generator)
             if watch is not None:
-                watch(len(tokens), logits[: accepted + 1])
+                with clock.paused():
+                    watch(len(tokens), logits[: accepted + 1])
             gained = _until_stop([*block[1 : accepted + 1], bonus], stop)
             tokens += gained
             ended = tokens[-1] in stop
             cycles.append(_cycle(anchor, len(drafted), accepted, len(gained)))
             if not ended and len(tokens) < max_new_tokens:
                 reruns += sequence.keep(block, kept=accepted + 1)
-                self._capture.take()
                 features = features[: accepted + 1]
         return Decoded(
             tokens=tokens,
@@ -216,7 +218,7 @@ class SpeculativeDecoder:
         embeddings = embeddings * config.input_embedding_scale
         hidden = self._drafter.draft(drafts, features, embeddings, anchor)  # [B, H]
         first_slot = 0 if config.sample_from_anchor else 1
-        return draft_logits(config, hidden[first_slot:], self._target.head_weight())
+        return head_logits(config, hidden[first_slot:], self._target.head_weight())
 
     def _pick(self, logits: Tensor, generator: torch.Generator) -> int:
         if self._temperature == 0:
@@ -231,19 +233,19 @@ class SpeculativeDecoder:
         return torch.multinomial(probs, 1, generator=generator)[:, 0]
 
     def _judge(
-        self, drafted: Tensor, draft_logits: Tensor, logits: Tensor, generator: torch.Generator
+        self, drafted: Tensor, proposal: Tensor, logits: Tensor, generator: torch.Generator
     ) -> tuple[int, int]:
         if self._temperature == 0:
             return accept_greedy(drafted, logits)
         return accept_sampled(
             drafted,
-            probabilities(draft_logits, self._temperature),
+            probabilities(proposal, self._temperature),
             probabilities(logits, self._temperature),
             generator=generator,
         )
 
 
-def draft_logits(config: DrafterConfig, hidden: Tensor, head: Tensor) -> Tensor:
+def head_logits(config: DrafterConfig, hidden: Tensor, head: Tensor) -> Tensor:
     """Return the drafter's logits as serving engines compute them.
 
     Args:
@@ -274,16 +276,24 @@ def _cycle(anchor: int, proposed: int, accepted: int, produced: int) -> Cycle:
 
 
 class _Clock:
+    """Seconds since the last lap, without what ran while paused."""
+
     def __init__(self, target: Target) -> None:
-        self._cuda = target.embed_weight().is_cuda
+        self._is_cuda = target.device.type == "cuda"
         self._last = self._now()
 
     def _now(self) -> float:
-        if self._cuda:
+        # Waits for the device's queue: a lap is what the work took, not what launching it took.
+        if self._is_cuda:
             torch.cuda.synchronize()
         return time.perf_counter()
 
     def lap(self) -> float:
-        """Return the seconds since the last call, the device's queue included."""
         before, self._last = self._last, self._now()
         return self._last - before
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        stopped = self._now()
+        yield
+        self._last += self._now() - stopped

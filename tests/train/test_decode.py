@@ -1,0 +1,370 @@
+"""Speculative decoding: lossless for every kind of target cache, and distributed as the target."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from dflash_offline.common.target import Target, load_target
+from dflash_offline.train import decode as decode_module
+from dflash_offline.train.acceptance import accept_greedy, accept_sampled, probabilities
+from dflash_offline.train.agreement import Agreement, Comparison, LogitTrace, PromptAgreement
+from dflash_offline.train.decode import SpeculativeDecoder, decode_greedy
+from dflash_offline.train.drafter import Drafter
+from dflash_offline.train.drafter_config import DrafterConfig
+from dflash_offline.train.rollback import RollbackCache, cache_argument
+
+# Fewer tokens than channels, so that a drafter can be made to propose any token it likes.
+VOCAB, HIDDEN = 29, 32
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,
+}
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
+QWEN3_NEXT = LINEAR | {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "decoder_sparse_step": 1,
+}
+SLIDING = {
+    "head_dim": 8,
+    "use_sliding_window": True,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+TARGETS = {
+    "llama": ("LlamaConfig", {}),
+    "qwen3_window_above_block": ("Qwen3Config", SLIDING | {"sliding_window": 12}),
+    # The window has dropped what a refusal would need: the kept tokens run again.
+    "qwen3_window_below_block": ("Qwen3Config", SLIDING | {"sliding_window": 4}),
+    "qwen3_next": ("Qwen3NextConfig", QWEN3_NEXT),
+    "qwen3_5": ("Qwen3_5TextConfig", LINEAR),
+}
+PROMPT = [3, 14, 15, 9, 2, 6, 5]
+BLOCK = 6
+
+
+def make_target(folder: Path, kind: str = "llama", dtype: torch.dtype = torch.float32) -> Target:
+    name, extra = TARGETS[kind]
+    config = getattr(transformers, name)(**SHAPE | extra)
+    torch.manual_seed(5)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return load_target(folder, dtype=dtype, device="cpu", head=True)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    return make_target(tmp_path_factory.mktemp("target"))
+
+
+def drafter_config(**changes) -> DrafterConfig:
+    values = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": VOCAB,
+        "rope_theta": 10000.0,
+        "block_size": BLOCK,
+        "mask_token_id": VOCAB - 1,
+        "target_layer_ids": (0, 2),
+        "num_target_layers": 4,
+    }
+    return DrafterConfig(**values | changes)
+
+
+class ScriptedDrafter(Drafter):
+    """Proposes the target's own text with a mistake after a scripted number of tokens."""
+
+    def __init__(self, target: Target, text: list[int], script: tuple[int, ...], **config) -> None:
+        super().__init__(drafter_config(**config))
+        self.to(target.dtype)
+        self._text = text
+        self._script = itertools.cycle(script)
+        self._to_hidden = torch.linalg.pinv(target.head_weight().double())  # [H, V]
+        self.features: list[torch.Tensor] = []
+
+    def draft(self, cache, new_features, block_embeddings, start):
+        self.features.append(new_features)
+        assert sum(map(len, self.features)) == start
+        size = len(block_embeddings)
+        first_slot = 0 if self.config.sample_from_anchor else 1
+        wanted = (self._text[start + 1 :] + [0] * size)[: size - first_slot]
+        right = next(self._script)
+        wanted = [t if i < right else (t + 1) % VOCAB for i, t in enumerate(wanted)]
+        logits = torch.nn.functional.one_hot(torch.tensor([0] * first_slot + wanted), VOCAB) * 9.0
+        return (logits.double() @ self._to_hidden.T).to(new_features.dtype)
+
+
+def agreement_of(target: Target, greedy, decoded, trace, comparison) -> Agreement:
+    exact = target.dtype == torch.float32
+    prompts = [comparison.finish(greedy.tokens, decoded.tokens)]
+    return Agreement(exact=exact, control=1e-3, prompts=prompts)
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_speculative_is_lossless(kind: str, tmp_path: Path) -> None:
+    target = make_target(tmp_path, kind)
+    greedy = decode_greedy(target, PROMPT, max_new_tokens=40)
+    assert len(set(greedy.tokens)) > 5, "a constant text would hide faults"
+    drafter = ScriptedDrafter(target, PROMPT + greedy.tokens, (0, 3, 5, 1, 2, 5, 4))
+    with SpeculativeDecoder(target, drafter) as decoder:
+        decoded = decoder.decode(PROMPT, max_new_tokens=40)
+
+    assert decoded.tokens == greedy.tokens
+    lengths = [cycle.accepted for cycle in decoded.cycles]
+    assert lengths[:7] == [0, 3, 5, 1, 2, 5, 4]
+    assert sum(cycle.produced for cycle in decoded.cycles) == 39
+    recurrent = kind not in ("llama", "qwen3_window_above_block")
+    assert (decoded.reruns > 0) == recurrent
+    # What the drafter was given are the states of one forward over the whole text.
+    text = torch.tensor([PROMPT + greedy.tokens])
+    with torch.inference_mode():
+        output = target.causal(text, output_hidden_states=True)
+    wanted = torch.cat([output.hidden_states[i + 1][0] for i in (0, 2)], dim=-1)
+    given = torch.cat(drafter.features)
+    torch.testing.assert_close(given, wanted[: len(given)], atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_window_above_block", "qwen3_next"])
+def test_speculative_fault_is_seen(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without rollback the answer changes: the test above can fail."""
+    target = make_target(tmp_path, kind)
+    greedy = decode_greedy(target, PROMPT, max_new_tokens=40)
+    drafter = ScriptedDrafter(target, PROMPT + greedy.tokens, (0, 3, 5, 1, 2))
+    monkeypatch.setattr(RollbackCache, "take_back", lambda *_args, **_kept: True)
+    with SpeculativeDecoder(target, drafter) as decoder:
+        decoded = decoder.decode(PROMPT, max_new_tokens=40)
+    assert decoded.tokens != greedy.tokens
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize("kept", [0, 1, 4])
+def test_rollback_cache(kind: str, kept: int, tmp_path: Path) -> None:
+    """After taking tokens back the target answers as if it had never seen them."""
+    target = make_target(tmp_path, kind)
+    tokens = [t % VOCAB for t in range(5, 35)]
+
+    def run(cache: RollbackCache, part: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            argument = {cache_argument(target.causal): cache.layers_state}
+            return target.causal(torch.tensor([part]), use_cache=True, **argument).logits[0]
+
+    plain, rolled = RollbackCache(target.config), RollbackCache(target.config)
+    run(plain, tokens[:20])
+    if kept:
+        run(plain, tokens[20 : 20 + kept])
+    run(rolled, tokens[:20])
+    rolled.mark()
+    run(rolled, tokens[20 : 20 + BLOCK])
+    if not rolled.take_back(BLOCK, kept=kept) and kept:
+        run(rolled, tokens[20 : 20 + kept])
+    for part in ([7], [8, 9, 10]):
+        torch.testing.assert_close(run(rolled, part), run(plain, part), atol=2e-5, rtol=2e-5)
+
+
+def test_decode_ends(target: Target) -> None:
+    """The stop token is the last one, wherever it falls; the limit is kept."""
+    free = decode_greedy(target, PROMPT, max_new_tokens=30).tokens
+    for index in range(12):
+        stop = free[index]
+        first = free.index(stop)
+        greedy = decode_greedy(target, PROMPT, max_new_tokens=30, stop_ids=[stop])
+        drafter = ScriptedDrafter(target, PROMPT + free, (5, 2, 0))
+        with SpeculativeDecoder(target, drafter) as decoder:
+            decoded = decoder.decode(PROMPT, max_new_tokens=30, stop_ids=[stop])
+        assert decoded.tokens == greedy.tokens == free[: first + 1]
+        assert 1 + sum(cycle.produced for cycle in decoded.cycles) == first + 1
+        for cycle in decoded.cycles:
+            assert cycle.accepted <= cycle.proposed <= BLOCK - 1
+            assert cycle.produced in (cycle.accepted, cycle.accepted + 1)
+    for limit in (1, 2, 6, 7, 8):
+        drafter = ScriptedDrafter(target, PROMPT + free, (5,))
+        with SpeculativeDecoder(target, drafter) as decoder:
+            assert decoder.decode(PROMPT, max_new_tokens=limit).tokens == free[:limit]
+
+
+def test_anchor_first_layout(target: Target) -> None:
+    greedy = decode_greedy(target, PROMPT, max_new_tokens=30)
+    drafter = ScriptedDrafter(target, PROMPT + greedy.tokens, (BLOCK, 2), sample_from_anchor=True)
+    with SpeculativeDecoder(target, drafter) as decoder:
+        decoded = decoder.decode(PROMPT, max_new_tokens=30)
+    assert decoded.tokens == greedy.tokens
+    assert decoded.cycles[0].accepted == BLOCK
+
+
+def test_real_drafter_runs(target: Target) -> None:
+    drafter = Drafter(drafter_config()).initialise(0)
+    greedy = decode_greedy(target, PROMPT, max_new_tokens=20)
+    with SpeculativeDecoder(target, drafter) as decoder:
+        decoded = decoder.decode(PROMPT, max_new_tokens=20)
+    assert decoded.tokens == greedy.tokens
+    assert decoded.target_steps == len(decoded.cycles) <= 19
+    assert decoded.seconds > 0
+    assert decoded.prefill_s > 0
+
+
+@pytest.mark.parametrize(
+    ("drafted", "best", "expected"),
+    [
+        ([4, 5, 6], [4, 5, 6, 7], (3, 7)),
+        ([4, 9, 6], [4, 5, 6, 7], (1, 5)),
+        ([9, 5, 6], [4, 5, 6, 7], (0, 4)),
+        ([], [3], (0, 3)),
+    ],
+    ids=["all", "hit_after_miss_does_not_count", "none", "empty"],
+)
+def test_accept_greedy(drafted: list[int], best: list[int], expected: tuple[int, int]) -> None:
+    logits = torch.nn.functional.one_hot(torch.tensor(best), 11).float()
+    assert accept_greedy(torch.tensor(drafted, dtype=torch.int64), logits) == expected
+
+
+def total_variation(counts: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((counts / counts.sum() - expected).abs().sum() / 2)
+
+
+# 4,000 draws from 36 equally likely cells differ by 0.038 in the mean; a bound above most of that.
+MAX_VARIATION = 0.06
+
+
+@pytest.mark.parametrize("fault", [None, "bonus_from_p", "always_accept"])
+def test_accept_sampled(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs of tokens follow the target's distribution; two wrong samplers do not."""
+    generator = torch.Generator().manual_seed(1)
+    size = 6
+    # Far apart on purpose: half of all drafts are refused.
+    p = torch.softmax(2 * torch.randn(size + 1, size, generator=generator), -1)
+    q = torch.softmax(2 * torch.randn(size, generator=generator), -1)
+    counts = torch.zeros(size, size)
+    refused = 0
+    for _ in range(4000):
+        drafted = torch.multinomial(q, 1, generator=generator)
+        # Row 0 answers to the prefix, the other to the drafted token, as a target's logits do.
+        rows = torch.stack([p[0], p[1 + int(drafted)]])
+        accepted, token = accept_sampled(drafted, q[None], rows, generator=generator)
+        refused += accepted == 0
+        if fault == "bonus_from_p" and accepted == 0:
+            token = int(torch.multinomial(p[0], 1, generator=generator))
+        if fault == "always_accept" and accepted == 0:
+            accepted, token = 1, int(torch.multinomial(rows[1], 1, generator=generator))
+        if accepted:
+            first, second = int(drafted), token
+        else:
+            first, second = token, int(torch.multinomial(p[1 + token], 1, generator=generator))
+        counts[first, second] += 1
+    assert refused > 1000
+    variation = total_variation(counts, p[0][:, None] * p[1:])
+    assert (variation < MAX_VARIATION) == (fault is None), variation
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_faulty", [False, True], ids=["rejection_sampling", "greedy_bonus"])
+def test_sampled_distribution(
+    is_faulty: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts of three tokens over a tiny vocabulary follow the target's own distribution."""
+    global_vocab = 5
+    monkeypatch.setitem(SHAPE, "vocab_size", global_vocab)
+    target = make_target(tmp_path)
+    drafter = Drafter(drafter_config(vocab_size=global_vocab, mask_token_id=4, block_size=3))
+    drafter.initialise(3)
+    temperature, prompt = 0.7, [3, 2, 1]
+    if is_faulty:
+        monkeypatch.setattr(
+            decode_module,
+            "accept_sampled",
+            lambda drafted, _q, p, generator: accept_greedy(drafted, p),
+        )
+    counts = torch.zeros(global_vocab, global_vocab, global_vocab)
+    accepted = 0
+    with SpeculativeDecoder(target, drafter, temperature=temperature, seed=1) as decoder:
+        for stream in range(1500):
+            decoded = decoder.decode(prompt, max_new_tokens=3, stream=stream)
+            counts[tuple(decoded.tokens)] += 1
+            accepted += sum(cycle.accepted for cycle in decoded.cycles)
+    expected = exact_distribution(target, prompt, temperature, global_vocab)
+    assert accepted > 200, "the drafter must be right at times"
+    chi_square = float(((counts - 1500 * expected) ** 2 / (1500 * expected)).sum())
+    # 124 degrees of freedom: 190 is exceeded once in 8,000 runs.
+    assert (chi_square < 190) == (not is_faulty), chi_square
+
+
+def exact_distribution(target, prompt, temperature, size) -> torch.Tensor:
+    texts = [[*prompt, a, b] for a in range(size) for b in range(size)]
+    with torch.inference_mode():
+        logits = target.causal(torch.tensor(texts)).logits[:, len(prompt) - 1 :]
+    rows = probabilities(logits, temperature)  # [V*V, 3, V]
+    first = rows[0, 0]
+    second = rows[::size, 1]
+    third = rows[:, 2].view(size, size, size)
+    return first[:, None, None] * second[:, :, None] * third
+
+
+def test_sampling_is_reproducible(target: Target) -> None:
+    drafter = Drafter(drafter_config()).initialise(0)
+    with SpeculativeDecoder(target, drafter, temperature=1.0, seed=4) as decoder:
+        texts = [
+            decoder.decode(PROMPT, max_new_tokens=15, stream=stream).tokens for stream in (0, 1, 0)
+        ]
+    assert texts[0] == texts[2] != texts[1]
+
+
+def part(**values) -> PromptAgreement:
+    fields = {"num_equal": 5, "is_equal": False, "margin": 0.01, "rounding": 0.1}
+    return PromptAgreement(**fields | values)
+
+
+@pytest.mark.parametrize(
+    ("exact", "prompts", "control", "word"),
+    [
+        (True, [part(is_equal=True)], 0.0, None),
+        (True, [part(rounding=1e9)], 0.0, "every token"),
+        (False, [part(), part(is_equal=True, margin=None)], 0.1, None),
+        (False, [part(margin=0.2)], 0.1, "further apart"),
+        (False, [part(margin=None)], 0.1, "further apart"),
+        (False, [part(is_equal=True, rounding=0.5)], 0.1, "not rounding"),
+    ],
+    ids=["equal", "fp32_is_never_excused", "close", "apart", "length", "fault_widens_rounding"],
+)
+def test_agreement(exact: bool, prompts: list, control: float, word: str | None) -> None:
+    problem = Agreement(exact=exact, control=control, prompts=prompts).problem()
+    assert problem is None if word is None else word in problem
+
+
+def test_comparison_measures_before_the_difference() -> None:
+    trace = LogitTrace()
+    rows = torch.tensor([[0.0, 3.0, 1.0], [2.0, 0.0, 1.9], [5.0, 0.0, 1.0]])
+    for index, row in enumerate(rows):
+        trace.watch(index, row[None])
+    comparison = Comparison(trace)
+    shifted = rows + torch.tensor([[0.0, 0.25, 0.0], [0.0, 0.0, 7.0], [9.0, 0.0, 0.0]])
+    comparison.watch(0, shifted[:1])
+    comparison.watch(1, shifted[1:])
+    result = comparison.finish([1, 0, 0], [1, 2, 0])
+    assert (result.num_equal, result.is_equal) == (1, False)
+    assert result.rounding == pytest.approx(0.25)
+    assert result.margin == pytest.approx(0.1)

@@ -1,0 +1,205 @@
+"""What dflash-eval does: choose the mode, run it, show tables, write results, apply the gate."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from dflash_offline.common.cache import open_cache
+from dflash_offline.common.errors import BadInput, FoundProblems
+from dflash_offline.common.options import print_config
+from dflash_offline.train.compare import PAGE_NAME, comparison_table, read_runs, write_comparison
+from dflash_offline.train.eval_config import EvalConfig
+from dflash_offline.train.evaluate import CacheEvaluation, evaluate_cache
+from dflash_offline.train.export import load_drafter
+from dflash_offline.train.page import shown
+from dflash_offline.train.provenance import check_same_target, drafter_identity
+from dflash_offline.train.serving_eval import ServingEvaluation, evaluate_serving
+from dflash_offline.train.target_head import load_target_head
+
+_CHAT = ("chat_template", "chat_template_arg", "system_prompt")
+# Options that mean something in one mode only.
+_DECODE_ONLY = (
+    "data",
+    "num_prompts",
+    "max_new_tokens",
+    "temperature",
+    "seed",
+    "target_revision",
+    "trust_remote_code",
+    *_CHAT,
+)
+_CACHE_ONLY = ("partial", "supervise", "max_anchors", "rows_per_pass")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def run(config: EvalConfig) -> None:
+    """Run dflash-eval.
+
+    Raises:
+        BadInput: options that do not fit each other, or a drafter that does not fit the rest.
+        FoundProblems: answers differ from the target's own, or the gate is not met.
+    """
+    mode = _mode(config)
+    where = config.out or (_page_path(config) if mode == "compare" else "the terminal")
+    print_config(config, out=str(where), title="dflash-eval")
+    if mode == "compare":
+        logs = read_runs(config.compare)
+        Console().print(comparison_table(logs))
+        Console().print(f"page: {write_comparison(logs, Path(where))}", soft_wrap=True)
+        return
+    if mode == "cache":
+        result = _from_cache(config)
+        problem = None
+    else:
+        served = evaluate_serving(config, device=_device(config), dtype=_dtype(config))
+        _show_serving(served)
+        result, problem = served.as_dict(), served.problem()
+    if config.out is not None:
+        config.out.write_text(json.dumps(_finite(result), indent=2) + "\n", encoding="utf-8")
+    if problem is not None:
+        raise FoundProblems(problem)
+    _gate(config, result["acceptance_length"])
+
+
+def _mode(config: EvalConfig) -> str:
+    given = [name for name in ("cache", "target", "compare") if vars(config)[name]]
+    if len(given) != 1:
+        what = " and ".join(f"--{name}" for name in given) or "none of them"
+        raise BadInput(
+            f"one of --cache, --target and --compare must be given, not {what}: --cache for a "
+            "store, --target with --data for real decoding, --compare for finished runs"
+        )
+    mode = given[0]
+    if mode == "target" and config.data is None:
+        raise BadInput("--data is missing: --target decodes the prompts of a file")
+    if mode != "compare" and config.draft is None:
+        raise BadInput("--draft is missing: give the folder of an exported drafter")
+    foreign = {
+        "cache": _DECODE_ONLY,
+        "target": _CACHE_ONLY,
+        "compare": (*_DECODE_ONLY, *_CACHE_ONLY, "draft", "min_acceptance"),
+    }[mode]
+    defaults = EvalConfig()
+    for name in foreign:
+        if vars(config)[name] != vars(defaults)[name]:
+            raise BadInput(
+                f"--{name.replace('_', '-')} has no meaning with --{mode}; leave one of them out"
+            )
+    if config.out is not None and not config.out.parent.is_dir():
+        raise BadInput(f"--out {config.out}: {config.out.parent} is no folder; make it first")
+    return mode
+
+
+def _page_path(config: EvalConfig) -> Path:
+    return config.compare[0].resolve().parent / PAGE_NAME
+
+
+def _device(config: EvalConfig) -> torch.device:
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(config.device)
+    except RuntimeError as problem:
+        raise BadInput(
+            f"--device {config.device} is no device; use cpu, cuda or cuda:N"
+        ) from problem
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise BadInput(
+            f"--device {config.device} is not there: this machine has "
+            f"{torch.cuda.device_count()} GPUs; use auto"
+        )
+    return device
+
+
+def _dtype(config: EvalConfig) -> torch.dtype:
+    if config.dtype == "auto":
+        return torch.bfloat16 if _device(config).type == "cuda" else torch.float32
+    return _DTYPES[config.dtype]
+
+
+def _from_cache(config: EvalConfig) -> dict[str, Any]:
+    device, dtype = _device(config), _dtype(config)
+    cache = open_cache(config.cache, partial=config.partial)
+    drafter = load_drafter(config.draft, dtype, device)
+    check_same_target(drafter_identity(config.draft), cache.identity.target, where=config.cache)
+    if drafter.config.hidden_size != cache.schema.hidden:
+        raise BadInput(
+            f"--draft {config.draft} has width {drafter.config.hidden_size} but the states of "
+            f"--cache {config.cache} have {cache.schema.hidden}; they belong to different targets"
+        )
+    head = load_target_head(cache).to(device, dtype)
+    evaluation = evaluate_cache(
+        drafter,
+        cache,
+        embed=head.embed,
+        head=head.weight,
+        supervise=config.supervise,
+        max_anchors=config.max_anchors,
+        rows_per_pass=config.rows_per_pass,
+    )
+    _show_cache(evaluation)
+    return {
+        "mode": "cache",
+        "draft": str(config.draft),
+        "cache": config.cache,
+        "dtype": str(dtype).removeprefix("torch."),
+        "acceptance_length": evaluation.acceptance_length,
+        "accepted_by_position": evaluation.accepted_by_position,
+        "by_source": evaluation.by_source,
+        "num_anchors": evaluation.num_anchors,
+    }
+
+
+def _gate(config: EvalConfig, acceptance_length: float) -> None:
+    if config.min_acceptance is not None and acceptance_length < config.min_acceptance:
+        raise FoundProblems(
+            f"acceptance length {acceptance_length:.3f} is below --min-acceptance "
+            f"{config.min_acceptance:g}"
+        )
+
+
+def _show_cache(evaluation: CacheEvaluation) -> None:
+    table = Table(title="held-out samples of the store", title_justify="left")
+    table.add_column("source")
+    table.add_column("blocks", justify="right")
+    table.add_column("acceptance length", justify="right")
+    for source, counts in sorted(evaluation.counts.items()):
+        table.add_row(source, f"{counts.num_anchors:,}", f"{evaluation.by_source[source]:.3f}")
+    if len(evaluation.counts) != 1:
+        table.add_row("all", f"{evaluation.num_anchors:,}", f"{evaluation.acceptance_length:.3f}")
+    Console().print(table)
+    Console().print(_positions_table(evaluation.accepted_by_position))
+
+
+def _show_serving(served: ServingEvaluation) -> None:
+    table = Table(title="speculative decoding", title_justify="left")
+    table.add_column("measure")
+    table.add_column("value", justify="right")
+    for name, value in served.rows():
+        table.add_row(name, value)
+    Console().print(table)
+    if served.num_cycles:
+        Console().print(_positions_table(served.accepted_by_position))
+
+
+def _positions_table(shares: list[float]) -> Table:
+    table = Table(title="accepted by position", title_justify="left")
+    for position in range(1, len(shares) + 1):
+        table.add_column(str(position), justify="right")
+    table.add_row(*(f"{100 * s:.0f} %" if math.isfinite(s) else shown(s) for s in shares))
+    return table
+
+
+def _finite(value: Any) -> Any:
+    """Replace NaN by null, which JSON can say."""
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,239 @@
+"""The report of a training run: one HTML file that needs nothing else.
+
+Everything is read from the run's `log.jsonl`.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dflash_offline.common.errors import BadInput
+from dflash_offline.train.page import figure, note, page, shown, table
+from dflash_offline.train.plots import Curve, bar_plot, line_plot, share_plot
+
+LOG_NAME = "log.jsonl"
+REPORT_NAME = "report.html"
+# Means over this share of the last records describe where a run ended.
+_LAST_SHARE = 0.1
+
+Record = dict[str, Any]
+
+
+class RunRecords:
+    """The records of one run, by kind.
+
+    A resumed run writes again the steps since its checkpoint; the last record of a step counts.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(folder)
+        self.config: Record = {}
+        train: dict[int, Record] = {}
+        evals: dict[int, Record] = {}
+        for record in _read(self.folder / LOG_NAME):
+            if record["kind"] == "run":
+                self.config = record["config"]
+            elif record["kind"] == "train":
+                train[record["step"]] = record
+            elif record["kind"] == "eval":
+                evals[record["step"]] = record
+        self.train = [train[step] for step in sorted(train)]
+        self.evals = [evals[step] for step in sorted(evals)]
+
+    @property
+    def name(self) -> str:
+        """The run's folder name."""
+        return self.folder.resolve().name
+
+    def curve(self, key: str, *, label: str | None = None) -> Curve:
+        """Return a value of the training records over steps."""
+        return Curve(
+            label=label or key,
+            steps=[record["step"] for record in self.train],
+            values=[_number(record.get(key)) for record in self.train],
+        )
+
+    def acceptance_curve(self, *, label: str, source: str | None = None) -> Curve:
+        """Return the held-out acceptance length over steps, of all samples or of one source."""
+        if source is None:
+            values = [_number(record["acceptance_length"]) for record in self.evals]
+        else:
+            values = [_number(record["by_source"].get(source)) for record in self.evals]
+        return Curve(label=label, steps=[record["step"] for record in self.evals], values=values)
+
+    def sources(self) -> list[str]:
+        """Return the sources of held-out samples."""
+        return sorted({source for record in self.evals for source in record["by_source"]})
+
+    def last_mean(self, key: str) -> float:
+        """Return the mean of a training value over the last tenth of the records."""
+        last = self.train[-max(1, round(len(self.train) * _LAST_SHARE)) :]
+        values = [v for v in (_number(r.get(key)) for r in last) if math.isfinite(v)]
+        return sum(values) / len(values) if values else math.nan
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds spent on each part of the work, over all records."""
+        total: dict[str, float] = {}
+        for record in self.train:
+            for part, seconds in record.get("seconds", {}).items():
+                total[part] = total.get(part, 0.0) + seconds
+        return total
+
+    def positions(self) -> dict[str, dict[str, float]]:
+        """Return the last acceptance by position, of training blocks and of held-out samples."""
+        found = {}
+        for label, records in (("training", self.train), ("held out", self.evals)):
+            if records:
+                shares = records[-1]["accepted_by_position"]
+                found[label] = {str(k): _number(share) for k, share in enumerate(shares, start=1)}
+        return found
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write `report.html` into a run's folder.
+
+    Args:
+        run_dir: holds `log.jsonl`.
+
+    Returns:
+        the path of the page.
+
+    Raises:
+        BadInput: there is no log, or no training record in it.
+    """
+    log = RunRecords(run_dir)
+    if not log.train:
+        raise BadInput(f"{log.folder / LOG_NAME} holds no training record; train first")
+    path = log.folder / REPORT_NAME
+    sections = [
+        ("result", "Result", table(("measure", "value"), _result_rows(log))),
+        ("loss", "Loss", _loss(log)),
+        ("schedule", "Learning rate and gradient norm", _schedule(log)),
+        ("acceptance", "Acceptance length on held-out samples", _acceptance(log)),
+        ("positions", "Acceptance by position", _positions(log)),
+        ("sources", "Acceptance length by source", _sources(log)),
+        ("time", "Where the time went", _time(log)),
+        ("config", "Configuration", table(("option", "value"), _config_rows(log.config))),
+    ]
+    path.write_text(page(f"Training run {log.name}", sections), encoding="utf-8")
+    return path
+
+
+def _loss(log: RunRecords) -> str:
+    svg = line_plot("loss", [log.curve("loss")], ylabel="loss per weighted slot")
+    return figure(svg, "Cross-entropy in nats, weighted mean over the supervised slots of a step.")
+
+
+def _schedule(log: RunRecords) -> str:
+    rate = line_plot("learning rate", [log.curve("lr")], ylabel="learning rate")
+    norm = line_plot(
+        "gradient norm", [log.curve("grad_norm")], ylabel="gradient norm", is_log=_positive(log)
+    )
+    return figure(rate, "Peak after the warm-up.") + figure(norm, "Before clipping.")
+
+
+def _positive(log: RunRecords) -> bool:
+    return any(value > 0 for value in log.curve("grad_norm").values)
+
+
+def _acceptance(log: RunRecords) -> str:
+    curves = [log.curve("acceptance", label="training blocks")]
+    text = "Tokens gained per target step; 1 is decoding without a drafter."
+    if log.evals:
+        held_out = log.acceptance_curve(label="held out")
+        svg = line_plot(
+            "acceptance length", [held_out], ylabel="acceptance length", has_markers=True
+        )
+        return figure(svg, text) + figure(_training_acceptance(curves), "On the training blocks.")
+    return note("No evaluation on held-out samples in this run.") + figure(
+        _training_acceptance(curves), text
+    )
+
+
+def _training_acceptance(curves: list[Curve]) -> str:
+    return line_plot("training acceptance", curves, ylabel="acceptance length")
+
+
+def _positions(log: RunRecords) -> str:
+    svg = bar_plot(
+        "acceptance by position", log.positions(), xlabel="drafted token", ylabel="share accepted"
+    )
+    return figure(svg, "Share of blocks in which this token and all before it were right.")
+
+
+def _sources(log: RunRecords) -> str:
+    if not log.evals:
+        return note("No evaluation on held-out samples in this run.")
+    sources = log.sources()
+    curves = [log.acceptance_curve(label=source, source=source) for source in sources]
+    svg = line_plot("acceptance by source", curves, ylabel="acceptance length", has_markers=True)
+    last = log.evals[-1]["by_source"]
+    rows = [(source, shown(_number(last.get(source)))) for source in sources]
+    return figure(svg, "Held-out samples.") + table(("source", "acceptance length"), rows)
+
+
+def _time(log: RunRecords) -> str:
+    seconds = log.seconds()
+    if not seconds:
+        return note("The log holds no times.")
+    total = sum(seconds.values())
+    svg = share_plot("time", {log.name: seconds}, xlabel="seconds")
+    rows = [
+        (part, shown(spent), f"{100 * spent / total:.1f} %" if total else "n/a")
+        for part, spent in sorted(seconds.items(), key=lambda item: -item[1])
+    ]
+    return figure(svg, "Wall time of the run.") + table(("part", "seconds", "share"), rows)
+
+
+def _result_rows(log: RunRecords) -> list[tuple[str, str]]:
+    rows = [("steps", str(log.train[-1]["step"]))]
+    if log.evals:
+        lengths = [_number(record["acceptance_length"]) for record in log.evals]
+        best = max(range(len(lengths)), key=lambda i: lengths[i])
+        rows += [
+            ("acceptance length, held out, last", shown(lengths[-1])),
+            (
+                "acceptance length, held out, best",
+                f"{shown(lengths[best])} at step {log.evals[best]['step']}",
+            ),
+        ]
+    rows += [
+        ("acceptance length, training blocks, end", shown(log.last_mean("acceptance"))),
+        ("loss, end", shown(log.last_mean("loss"))),
+        ("tokens per second, end", shown(log.last_mean("tokens_per_s"))),
+        ("block rows per second, end", shown(log.last_mean("rows_per_s"))),
+        ("waiting for data, end", f"{shown(100 * log.last_mean('data_wait_frac'))} %"),
+    ]
+    return rows
+
+
+def _config_rows(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [(key, "" if value is None else _plain(value)) for key, value in config.items()]
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(_plain(each) for each in value)
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _read(path: Path) -> list[Record]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError as problem:
+        raise BadInput(f"{path} is missing: give the folder of a training run") from problem
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError as problem:
+            # A run that was killed may leave half a line at the end, and only there.
+            if number < len(lines):
+                raise BadInput(f"{path} line {number} is not JSON: {problem}") from problem
+    return records
