@@ -18,7 +18,14 @@ from jinja2 import TemplateError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from dflash_offline.common.errors import BadInput
-from dflash_offline.common.turns import Message, Span, find_turns, loss_mask
+from dflash_offline.common.turns import (
+    Message,
+    Span,
+    find_rendered_turns,
+    find_turns,
+    loss_mask,
+    without_empty_reasoning,
+)
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -157,6 +164,48 @@ def render_conversation(
     offsets = np.asarray(encoding["offset_mapping"], np.int64).reshape(-1, 2)
     specials = np.isin(ids, _special_ids(tokenizer))
     return ids, loss_mask(text, turns, offsets=offsets, specials=specials)
+
+
+def render_text(
+    tokenizer: PreTrainedTokenizerBase, text: str, options: ChatOptions
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return token ids (int32 [T]) and loss mask (uint8 [T]) of an already rendered conversation.
+
+    Turns are found by the header and the end of turn that the chat template writes.
+
+    Raises:
+        BadInput: the template marks the ends of turns with no special token.
+    """
+    header, end = _turn_marks(tokenizer, options)
+    turns = find_rendered_turns(text, header=header, end=end)
+    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids = np.asarray(encoding["input_ids"], np.int32)
+    offsets = np.asarray(encoding["offset_mapping"], np.int64).reshape(-1, 2)
+    specials = np.isin(ids, _special_ids(tokenizer))
+    return ids, loss_mask(text, turns, offsets=offsets, specials=specials)
+
+
+def _turn_marks(tokenizer: PreTrainedTokenizerBase, options: ChatOptions) -> tuple[str, str]:
+    """Return an assistant's header and its end of turn, from a conversation of known words."""
+    words = ("Ask-one", "Say-one", "Ask-two", "Say-two")
+    roles = ("user", "assistant") * 2
+    probe = [{"role": r, "content": w} for r, w in zip(roles, words, strict=True)]
+    renderer = _Renderer(tokenizer, options)
+    text, asked = renderer.text(probe), renderer.text(probe[:3])
+    prompt = renderer.text(probe[:3], True)
+    spans = [(text.index(word), text.index(word) + len(word)) for word in words]
+    header = text[spans[2][1] : spans[3][0]].rstrip(" ")
+    if prompt.startswith(asked) and len(prompt) > len(asked):
+        header = without_empty_reasoning(prompt[len(asked) :])
+    after = text[spans[1][1] : spans[2][0]]
+    names = tokenizer.convert_ids_to_tokens(_special_ids(tokenizer))
+    ends = [after.index(name) + len(name) for name in names if name in after]
+    if not ends:
+        raise BadInput(
+            "rendered text needs a chat template that ends turns with a special token; give "
+            "messages instead"
+        )
+    return header, after[: min(ends)]
 
 
 class _Renderer:

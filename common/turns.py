@@ -84,6 +84,38 @@ def find_turns(
     return turns
 
 
+def find_rendered_turns(text: str, *, header: str, end: str) -> list[Turn]:
+    """Return the assistant's turns of a text that was rendered elsewhere.
+
+    Args:
+        text: a rendered conversation.
+        header: what stands before an assistant's text.
+        end: what ends its turn; a last turn without it was cut.
+    """
+    turns = []
+    for match in re.finditer(re.escape(header), text):
+        start = match.end()
+        found = text.find(end, start)
+        content_end = found if found >= 0 else len(text)
+        body = text[start:content_end]
+        turns.append(
+            Turn(
+                start=start,
+                end=content_end + (len(end) if found >= 0 else 0),
+                content_start=start,
+                content_end=content_end,
+                has_reasoning=bool(_REASONING.search(_EMPTY_REASONING.sub("", body))),
+                opens_in_header=header.rstrip().endswith(_REASONING_OPENS),
+            )
+        )
+    return turns
+
+
+def without_empty_reasoning(header: str) -> str:
+    """Return a generation prompt without the empty reasoning block that it may end with."""
+    return _EMPTY_REASONING.sub("", header)
+
+
 def _by_prefixes(
     messages: Sequence[Message], i: int, *, render: Render, text: str, cursor: int
 ) -> Turn | None:

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -92,12 +92,8 @@ def _file_values(file: Path) -> Iterator[Any]:
 
 
 def _json_lines(file: Path) -> Iterator[Any]:
-    opened: IO[str] = (
-        gzip.open(file, "rt", encoding="utf-8")
-        if file.name.endswith(".gz")
-        else file.open(encoding="utf-8")
-    )
-    with opened as lines:
+    open_text = gzip.open if file.name.endswith(".gz") else open
+    with open_text(file, "rt", encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue

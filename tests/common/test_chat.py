@@ -155,6 +155,22 @@ def test_cut_answer_has_no_end_of_turn(tokenizer, template: str):
     assert tokenizer.decode(ids).endswith("So long!")
 
 
+@pytest.mark.parametrize("template", [CHATML, THINKING, INST], ids=["chatml", "thinking", "inst"])
+def test_rendered_text_has_the_mask_of_its_messages(tokenizer, template: str):
+    tokenizer.chat_template = template
+    text = tokenizer.apply_chat_template(TURNS, tokenize=False)
+    ids, mask = chat.render_text(tokenizer, text, ChatOptions())
+    expected_ids, expected_mask = chat.render_conversation(tokenizer, TURNS, ChatOptions())
+    np.testing.assert_array_equal(ids, expected_ids)
+    np.testing.assert_array_equal(mask, expected_mask)
+
+
+def test_rendered_text_needs_a_special_end(tokenizer):
+    tokenizer.chat_template = PLAIN
+    with pytest.raises(BadInput, match="give messages"):
+        chat.render_text(tokenizer, "User: hi", ChatOptions())
+
+
 def test_text_that_cannot_be_found_is_refused(tokenizer):
     # Prefixes alone would still find it, so they are broken too.
     tokenizer.chat_template = "{{ messages | length }}" + REWRITING
