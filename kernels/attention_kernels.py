@@ -1,11 +1,12 @@
-"""The Triton kernels of `block_attention`: forward, dQ with the own blocks' dK and dV, context dK, dV.
+"""The Triton kernels of `block_attention`: forward, dQ with the own blocks' dK and dV, context dK dV.
 
 A program of the first two owns a group of anchors and one key-value head. Its tile holds rows
-(slot n of the group, query head r of the head's R), n slow, so the rows of one slot are neighbours in
+(slot n of the group, query head r of the head's R), n slow, so the rows of a slot are neighbours in
 memory. A program of the third owns a tile of context tokens and walks the rows of all anchors that
 see it. Every output has one writer: no atomics, the same bits every time.
 
-Scores are kept in units of log2: scale_log2 = scale * log2(e), lse = max + log2(sum).
+Scores are kept in units of log2: scale_log2 = scale * log2(e), lse = max + log2(sum). lse and delta
+are float32 [Hkv, N, R], so that the rows of one key-value head are contiguous.
 
 Letters: T context tokens, N rows, Hq and Hkv heads, R = Hq / Hkv, B block size, D head dimension.
 """
@@ -20,13 +21,11 @@ def _load_tokens(
     src, start, end, head, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Load tokens [start, start + BLOCK_N) of one head: [BLOCK_N, BLOCK_D], zero from `end` on."""
+    """Load tokens [start, start + BLOCK_N) of one head: [BLOCK_N, BLOCK_D], zeros from `end` on."""
     offs_n = tl.arange(0, BLOCK_N)
     if TMA:
+        # Past `end` come the next document's tokens, then zeros; the caller's mask covers both.
         x = src.load([start, head * D])
-        if MASKED:
-            # The copy engine read on into the next document: what stands there must not matter.
-            x = tl.where((start + offs_n < end)[:, None], x, 0.0)
     else:
         offs_d = tl.arange(0, BLOCK_D)
         base = src + tl.cast(start, tl.int64) * STRIDE + head * D
@@ -64,25 +63,25 @@ def _own_mask(
 
 
 @triton.jit
-def _fwd_step(acc, m, l, s, v, scale_log2, PRECISION: tl.constexpr):
+def _fwd_step(acc, m, total, s, v, scale_log2, PRECISION: tl.constexpr):
     """One online-softmax step with scores s [BLOCK_M, n] (masked: -inf) and values v [n, D]."""
     m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
     p = tl.exp2(s * scale_log2 - m_new[:, None])
     alpha = tl.exp2(m - m_new)
-    l = l * alpha + tl.sum(p, 1)  # noqa: E741
+    total = total * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None]
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-    return acc, m_new, l
+    return acc, m_new, total
 
 
 @triton.jit
 def _fwd_span(
-    acc, m, l, q, k_src, v_src, begin, end, bound, head, hi, floor, scale_log2,
+    acc, m, total, q, k_src, v_src, begin, end, bound, head, hi, floor, scale_log2,
     STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend to context tokens [begin, end) in steps of BLOCK_N; tokens from `bound` on are zero."""
+    """Attend to context tokens [begin, end) in steps of BLOCK_N; those from `bound` on are zero."""
     offs_n = tl.arange(0, BLOCK_N)
     for start in range(begin, end, BLOCK_N):
         k = _load_tokens(k_src, start, bound, head, STRIDE_K, D, BLOCK_N, BLOCK_D, MASKED, TMA)
@@ -93,14 +92,14 @@ def _fwd_span(
                 visible = visible & ((start + offs_n)[None, :] > floor[:, None])
             s = tl.where(visible, s, float("-inf"))
         v = _load_tokens(v_src, start, bound, head, STRIDE_V, D, BLOCK_N, BLOCK_D, MASKED, TMA)
-        acc, m, l = _fwd_step(acc, m, l, s, v, scale_log2, PRECISION)
-    return acc, m, l
+        acc, m, total = _fwd_step(acc, m, total, s, v, scale_log2, PRECISION)
+    return acc, m, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _block_attention_fwd_kernel(
     q_ptr, k_src, v_src, k_own_ptr, v_own_ptr, out_ptr, lse_ptr, lo_ptr, hi_ptr, group_ptr,
-    scale_log2,
+    scale_log2, num_rows,
     STRIDE_Q: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr,
     STRIDE_KO: tl.constexpr, STRIDE_VO: tl.constexpr,
     HQ: tl.constexpr, HKV: tl.constexpr, R: tl.constexpr, B: tl.constexpr, D: tl.constexpr,
@@ -108,10 +107,10 @@ def _block_attention_fwd_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out = softmax(scale q [k_ctx, k_own]^T + mask) [v_ctx, v_own]; saves out and lse [N, Hq].
+    """out = softmax(scale q [k_ctx, k_own]^T + mask) [v_ctx, v_own]; saves out and lse.
 
-    Grid (groups, HKV * CHUNKS). A tile holds SLOTS slots of the group, R rows each; CHUNKS > 1 where
-    one block has more rows than a tile.
+    Grid (groups, HKV * CHUNKS). A tile holds SLOTS slots of the group, R rows each; CHUNKS > 1
+    where one block has more rows than a tile.
     """
     group = tl.program_id(0)
     head = tl.program_id(1) // CHUNKS
@@ -148,9 +147,9 @@ def _block_attention_fwd_kernel(
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     s = tl.where(_own_mask(slot, offs_c, valid, valid_c, B, CAUSAL, WINDOW), s, float("-inf"))
     m = tl.full([BLOCK_M], -1e30, tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
+    total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    acc, m, l = _fwd_step(acc, m, l, s, v, scale_log2, PRECISION)
+    acc, m, total = _fwd_step(acc, m, total, s, v, scale_log2, PRECISION)
 
     begin = lo
     if WINDOW > 0:
@@ -159,26 +158,27 @@ def _block_attention_fwd_kernel(
         middle = tl.minimum(tl.maximum(begin, hi_max + B - WINDOW), hi_min)
         middle = begin + tl.cdiv(middle - begin, BLOCK_N) * BLOCK_N
         middle = tl.minimum(middle, hi_max)
-        acc, m, l = _fwd_span(
-            acc, m, l, q, k_src, v_src, begin, middle, hi_max, head, hi, floor, scale_log2,
+        acc, m, total = _fwd_span(
+            acc, m, total, q, k_src, v_src, begin, middle, hi_max, head, hi, floor, scale_log2,
             STRIDE_K, STRIDE_V, D, BLOCK_N, BLOCK_D, True, WINDOW, TMA, PRECISION,
         )  # fmt: skip
         begin = middle
     whole = begin + tl.maximum(hi_min - begin, 0) // BLOCK_N * BLOCK_N
-    acc, m, l = _fwd_span(
-        acc, m, l, q, k_src, v_src, begin, whole, hi_max, head, hi, floor, scale_log2,
+    acc, m, total = _fwd_span(
+        acc, m, total, q, k_src, v_src, begin, whole, hi_max, head, hi, floor, scale_log2,
         STRIDE_K, STRIDE_V, D, BLOCK_N, BLOCK_D, False, 0, TMA, PRECISION,
     )  # fmt: skip
-    acc, m, l = _fwd_span(
-        acc, m, l, q, k_src, v_src, whole, hi_max, hi_max, head, hi, floor, scale_log2,
+    acc, m, total = _fwd_span(
+        acc, m, total, q, k_src, v_src, whole, hi_max, hi_max, head, hi, floor, scale_log2,
         STRIDE_K, STRIDE_V, D, BLOCK_N, BLOCK_D, True, WINDOW, TMA, PRECISION,
     )  # fmt: skip
 
-    l = tl.where(valid, l, 1.0)  # noqa: E741
-    out = acc / l[:, None]
+    total = tl.where(valid, total, 1.0)
+    out = acc / total[:, None]
     out_ptrs = out_ptr + _row_offsets(row, q_head, HQ * D, D, BLOCK_D)
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask_q)
-    tl.store(lse_ptr + row * HQ + q_head, m + tl.log2(l), mask=valid)
+    offs_l = tl.cast(head, tl.int64) * num_rows * R + row * R + offs_m % R
+    tl.store(lse_ptr + offs_l, m + tl.log2(total), mask=valid)
 
 
 @triton.jit
@@ -206,10 +206,10 @@ def _dq_span(
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _block_attention_bwd_q_kernel(
     q_ptr, k_src, v_src, k_own_ptr, v_own_ptr, out_ptr, do_ptr, lse_ptr, delta_ptr,
-    dq_ptr, dk_own_ptr, dv_own_ptr, lo_ptr, hi_ptr, group_ptr, scale_log2, scale,
+    dq_ptr, dk_own_ptr, dv_own_ptr, lo_ptr, hi_ptr, group_ptr, scale_log2, scale, num_rows,
     STRIDE_Q: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr,
     STRIDE_KO: tl.constexpr, STRIDE_VO: tl.constexpr,
     HQ: tl.constexpr, HKV: tl.constexpr, R: tl.constexpr, B: tl.constexpr, D: tl.constexpr,
@@ -254,9 +254,10 @@ def _block_attention_bwd_q_kernel(
         do = tl.load(do_ptr + offs_o, mask=mask_q, other=0.0)
         out = tl.load(out_ptr + offs_o, mask=mask_q, other=0.0)
         delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
-        tl.store(delta_ptr + row * HQ + q_head, delta, mask=valid)
+        offs_l = tl.cast(head, tl.int64) * num_rows * R + row * R + offs_m % R
+        tl.store(delta_ptr + offs_l, delta, mask=valid)
         # Rows that only fill the tile get p = exp2(0 - inf) = 0.
-        lse = tl.load(lse_ptr + row * HQ + q_head, mask=valid, other=float("inf"))
+        lse = tl.load(lse_ptr + offs_l, mask=valid, other=float("inf"))
 
         dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         begin = lo
@@ -303,33 +304,44 @@ def _block_attention_bwd_q_kernel(
 
 
 @triton.jit
+def _load_slots(
+    src, start, valid, head, STRIDE: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+    SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Load the rows of slots [start, start + SLOTS) of one key-value head: [BLOCK_M, BLOCK_D]."""
+    if TMA:
+        x = tl.reshape(src.load([start, head * R, 0]), [BLOCK_M, BLOCK_D])
+    else:
+        offs_m = tl.arange(0, BLOCK_M)
+        offs_d = tl.arange(0, BLOCK_D)
+        offs = (offs_m // R * STRIDE + (head * R + offs_m % R) * D)[:, None] + offs_d[None, :]
+        mask = valid[:, None] & (offs_d < D)[None, :]
+        x = tl.load(src + tl.cast(start, tl.int64) * STRIDE + offs, mask=mask, other=0.0)
+    return x
+
+
+@triton.jit
 def _dkv_span(
-    dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, hi_ptr, begin, end, tokens, head, scale_log2,
-    STRIDE_Q: tl.constexpr, HQ: tl.constexpr, R: tl.constexpr, B: tl.constexpr, D: tl.constexpr,
-    SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
-    WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    dk, dv, k, v, q_src, do_src, lse_ptr, delta_ptr, hi_ptr, begin, end, tokens, head, scale_log2,
+    STRIDE_Q: tl.constexpr, STRIDE_DO: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
+    D: tl.constexpr, SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add what rows of slots [begin, end) give to the tile's dk and dv; scores are transposed."""
     offs_m = tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, BLOCK_D)
-    q_head = head * R + offs_m % R
-    within = offs_m // R
-    offs_q = within[:, None] * STRIDE_Q + (q_head * D)[:, None] + offs_d[None, :]
-    offs_o = within[:, None] * (HQ * D) + (q_head * D)[:, None] + offs_d[None, :]
-    offs_l = within * HQ + q_head
     for start in range(begin, end, SLOTS):
-        base = tl.cast(start, tl.int64)
-        valid = (offs_m < SLOTS * R) & (start + within < end)
-        mask = valid[:, None] & (offs_d < D)[None, :]
-        q = tl.load(q_ptr + base * STRIDE_Q + offs_q, mask=mask, other=0.0)
-        do = tl.load(do_ptr + base * (HQ * D) + offs_o, mask=mask, other=0.0)
-        lse = tl.load(lse_ptr + base * HQ + offs_l, mask=valid, other=float("inf"))
-        delta = tl.load(delta_ptr + base * HQ + offs_l, mask=valid, other=0.0)
+        valid = offs_m < tl.minimum(SLOTS, end - start) * R
+        q = _load_slots(q_src, start, valid, head, STRIDE_Q, R, D, SLOTS, BLOCK_M, BLOCK_D, TMA)
+        do = _load_slots(do_src, start, valid, head, STRIDE_DO, R, D, SLOTS, BLOCK_M, BLOCK_D, TMA)
+        # Rows that are not of this span get p = exp2(s - inf) = 0.
+        offs_l = tl.cast(start, tl.int64) * R + offs_m
+        lse = tl.load(lse_ptr + offs_l, mask=valid, other=float("inf"))
+        delta = tl.load(delta_ptr + offs_l, mask=valid, other=0.0)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
         p = tl.exp2(s * scale_log2 - lse[None, :])
         if MASKED:
-            slot = start + within
+            slot = start + offs_m // R
             hi = tl.load(hi_ptr + slot // B, mask=valid, other=0)
             visible = tokens[:, None] < hi[None, :]
             if WINDOW > 0:
@@ -341,14 +353,14 @@ def _dkv_span(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _block_attention_bwd_kv_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, hi_ptr, tile_ptr,
-    scale_log2, scale,
+    q_src, k_ptr, v_ptr, do_src, lse_ptr, delta_ptr, dk_ptr, dv_ptr, hi_ptr, tile_ptr,
+    scale_log2, scale, num_rows,
     STRIDE_Q: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr,
     HQ: tl.constexpr, HKV: tl.constexpr, R: tl.constexpr, B: tl.constexpr, D: tl.constexpr,
-    SLOTS: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    SLOTS: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk_ctx = scale ds^T q and dv_ctx = p^T do of one tile of tokens, over all rows that see it.
 
@@ -361,6 +373,8 @@ def _block_attention_bwd_kv_kernel(
     first = tl.load(tile_ptr + 5 * tile + 2)
     last = tl.load(tile_ptr + 5 * tile + 3)
     full = tl.load(tile_ptr + 5 * tile + 4)
+    lse_ptr += tl.cast(head, tl.int64) * num_rows * R
+    delta_ptr += tl.cast(head, tl.int64) * num_rows * R
 
     tokens = start + tl.arange(0, BLOCK_N)
     k = _load_tokens(k_ptr, start, end, head, STRIDE_K, D, BLOCK_N, BLOCK_D, True, False)
@@ -369,28 +383,27 @@ def _block_attention_bwd_kv_kernel(
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
 
     if WINDOW > 0:
-        # Anchors so far on that even their first slot has lost the whole tile from its window.
+        # Anchors from `first + seen` on are so far that their first slot has lost the whole tile.
         offs_a = tl.arange(0, 256)
         seen = 0
         for anchor in range(first, last, 256):
             inside = anchor + offs_a < last
             hi = tl.load(hi_ptr + anchor + offs_a, mask=inside, other=0)
             seen += tl.sum((inside & (hi - WINDOW < end - 1)).to(tl.int32))
-        dk, dv = _dkv_span(
-            dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, hi_ptr, first * B,
-            (first + seen) * B, tokens, head, scale_log2, STRIDE_Q, HQ, R, B, D, SLOTS, BLOCK_M,
-            BLOCK_D, True, WINDOW, PRECISION,
-        )  # fmt: skip
+        middle = (first + seen) * B
     else:
         middle = first * B + tl.cdiv((full - first) * B, SLOTS) * SLOTS
         middle = tl.minimum(middle, last * B)
+    dk, dv = _dkv_span(
+        dk, dv, k, v, q_src, do_src, lse_ptr, delta_ptr, hi_ptr, first * B, middle, tokens, head,
+        scale_log2, STRIDE_Q, HQ * D, R, B, D, SLOTS, BLOCK_M, BLOCK_D, True, WINDOW, TMA,
+        PRECISION,
+    )  # fmt: skip
+    if WINDOW == 0:
         dk, dv = _dkv_span(
-            dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, hi_ptr, first * B, middle, tokens,
-            head, scale_log2, STRIDE_Q, HQ, R, B, D, SLOTS, BLOCK_M, BLOCK_D, True, 0, PRECISION,
-        )  # fmt: skip
-        dk, dv = _dkv_span(
-            dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, hi_ptr, middle, last * B, tokens,
-            head, scale_log2, STRIDE_Q, HQ, R, B, D, SLOTS, BLOCK_M, BLOCK_D, False, 0, PRECISION,
+            dk, dv, k, v, q_src, do_src, lse_ptr, delta_ptr, hi_ptr, middle, last * B, tokens,
+            head, scale_log2, STRIDE_Q, HQ * D, R, B, D, SLOTS, BLOCK_M, BLOCK_D, False, 0, TMA,
+            PRECISION,
         )  # fmt: skip
 
     offs = _row_offsets(tokens, tl.zeros_like(tokens) + head, HKV * D, D, BLOCK_D)

@@ -22,8 +22,8 @@ from torch import Tensor
 class BlockTables:
     """What `block_attention` needs to know about anchors; made by `build_tables`.
 
-    `host_lo` and `host_hi` stay on the CPU; everything else is where the kernels read it. Work items
-    are listed heaviest first, one table for each group or tile size:
+    `host_lo` and `host_hi` stay on the CPU; all else is where the kernels read it. Work items are
+    listed heaviest first, one table for each group or tile size:
 
     groups: int32 [num_groups, 2], first anchor and number of anchors; never across documents.
     tiles: int32 [num_tiles, 5]: first token, end token, first anchor whose context reaches into the

@@ -30,7 +30,7 @@ LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class Launch:
-    """Tile of one kernel: rows of queries, tokens of context, warps, pipeline stages, copy engine."""
+    """Tile of one kernel: rows of queries and tokens of context; `tma`: loads by the copy engine."""
 
     rows: int
     tokens: int
@@ -111,7 +111,7 @@ class Call:
     scale: float
 
     def constants(self, q: Tensor, k: Tensor, launch: Launch) -> dict:
-        """Return what every kernel is compiled for: the model and the tile, never a run-time size."""
+        """Return what every kernel is compiled for: model and tile, never a run-time size."""
         heads, dim = q.shape[1:]
         return {
             "STRIDE_Q": q.stride(0),
@@ -143,36 +143,44 @@ def _group_constants(call: Call, q, k_ctx, v_ctx, k_own, v_own, launch: Launch) 
         "CHUNKS": tile.chunks,
         "CAUSAL": call.causal,
         "BLOCK_C": max(16, _power_of_two(tile.anchors * constants["B"])),
-        "TMA": _copy_engine(launch, k_ctx),
+        "TMA": _copy_engine(launch, constants["D"]),
     }
 
 
-def _copy_engine(launch: Launch, x: Tensor) -> bool:
-    # A box of the copy engine is a power of two wide, and its tensor must not be empty.
-    return launch.tma and x.shape[0] > 0 and x.shape[-1] == _power_of_two(x.shape[-1])
+def _copy_engine(launch: Launch, *sizes: int) -> bool:
+    """Say whether a tile is loaded by the copy engine, whose boxes are powers of two."""
+    return launch.tma and all(size == _power_of_two(size) for size in sizes)
 
 
-def _source(x: Tensor, launch: Launch):
-    """Return what the kernels load context tokens [T, Hkv, D] from."""
-    if not _copy_engine(launch, x):
+def _token_source(x: Tensor, launch: Launch):
+    """Return what a kernel loads tiles of context tokens from [T, Hkv, D]."""
+    if not _copy_engine(launch, x.shape[2]):
         return x
     shape = [x.shape[0], x.shape[1] * x.shape[2]]
     return TensorDescriptor(x, shape, [x.stride(0), 1], [launch.tokens, x.shape[2]])
+
+
+def _row_source(x: Tensor, launch: Launch, ratio: int):
+    """Return what a kernel loads tiles of rows from [N, Hq, D]."""
+    if not _copy_engine(launch, x.shape[2], ratio):
+        return x
+    box = [launch.rows // ratio, ratio, x.shape[2]]
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), box)
 
 
 def _forward(call: Call, q, k_ctx, v_ctx, k_own, v_own) -> tuple[Tensor, Tensor]:
     launch = _launches(q, q.shape[-1]).fwd
     tables = call.tables
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    lse = torch.empty(q.numel() // q.shape[2], dtype=torch.float32, device=q.device)
     constants = _group_constants(call, q, k_ctx, v_ctx, k_own, v_own, launch)
     groups = tables.groups(RowTile.of(launch.rows, constants["R"], constants["B"]).anchors)
     if groups.shape[0]:
         grid = (groups.shape[0], k_ctx.shape[1] * constants["CHUNKS"])
         attention_kernels._block_attention_fwd_kernel[grid](
             q,
-            _source(k_ctx, launch),
-            _source(v_ctx, launch),
+            _token_source(k_ctx, launch),
+            _token_source(v_ctx, launch),
             k_own,
             v_own,
             out,
@@ -181,6 +189,7 @@ def _forward(call: Call, q, k_ctx, v_ctx, k_own, v_own) -> tuple[Tensor, Tensor]
             tables.hi,
             groups,
             call.scale * LOG2_E,
+            q.shape[0],
             **constants,
         )
     return out, lse
@@ -198,8 +207,8 @@ def _backward_q(call: Call, q, k_ctx, v_ctx, k_own, v_own, out, lse, d_out):
     if groups.shape[0]:
         attention_kernels._block_attention_bwd_q_kernel[(groups.shape[0], k_ctx.shape[1])](
             q,
-            _source(k_ctx, launch),
-            _source(v_ctx, launch),
+            _token_source(k_ctx, launch),
+            _token_source(v_ctx, launch),
             k_own,
             v_own,
             out,
@@ -214,6 +223,7 @@ def _backward_q(call: Call, q, k_ctx, v_ctx, k_own, v_own, out, lse, d_out):
             groups,
             call.scale * LOG2_E,
             call.scale,
+            q.shape[0],
             **constants,
         )
     return delta, dq, dk_own, dv_own
@@ -226,10 +236,10 @@ def _backward_kv(call: Call, q, k_ctx, v_ctx, lse, delta, d_out) -> tuple[Tensor
     if tiles.shape[0]:
         constants = call.constants(q, k_ctx, launch)
         attention_kernels._block_attention_bwd_kv_kernel[(tiles.shape[0], k_ctx.shape[1])](
-            q,
+            _row_source(q, launch, constants["R"]),
             k_ctx,
             v_ctx,
-            d_out,
+            _row_source(d_out, launch, constants["R"]),
             lse,
             delta,
             dk,
@@ -238,16 +248,18 @@ def _backward_kv(call: Call, q, k_ctx, v_ctx, lse, delta, d_out) -> tuple[Tensor
             tiles,
             call.scale * LOG2_E,
             call.scale,
+            q.shape[0],
             STRIDE_K=k_ctx.stride(0),
             STRIDE_V=v_ctx.stride(0),
             SLOTS=launch.rows // constants["R"],
+            TMA=_copy_engine(launch, constants["D"], constants["R"]),
             **constants,
         )
     return dk, dv
 
 
 class _BlockAttention(torch.autograd.Function):
-    """Keeps inputs, output and lse [N, Hq]; probabilities are computed again in backward."""
+    """Keeps inputs, output and lse; probabilities are computed again in backward."""
 
     @staticmethod
     def forward(ctx, q, k_ctx, v_ctx, k_own, v_own, call):
