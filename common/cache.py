@@ -15,7 +15,7 @@ from dflash_offline.common import records
 from dflash_offline.common.blobs import Blobs, LocalBlobs, blobs_at
 from dflash_offline.common.codecs import codec_named
 from dflash_offline.common.errors import BadInput, DamagedStore, MissingStore
-from dflash_offline.common.pack_index import read_pack_index, read_record
+from dflash_offline.common.pack_index import PackIndex, read_pack_index, read_record
 from dflash_offline.common.shards import BadShard, index_bytes, parse_index, read_chunk
 from dflash_offline.common.store import (
     FEATURES,
@@ -76,7 +76,7 @@ class Cache:
         training_samples, held_out_samples: the same, divided.
     """
 
-    def __init__(self, blobs: Blobs) -> None:
+    def __init__(self, blobs: Blobs, *, index: PackIndex | None = None) -> None:
         self.blobs = blobs
         header = read_header(blobs)
         assert header is not None
@@ -84,7 +84,7 @@ class Cache:
         self.identity = header.identity
         self.options = header.options
         self.plan, _ = read_plan(blobs, batches=False)
-        self._index = read_pack_index(blobs, self.plan.num_packs)
+        self._index = index or read_pack_index(blobs, self.plan.num_packs)
         self.packs = sorted(self._index.packs)
         bad = [index for _, members in self._index.packs.values() for index in members]
         usable = np.isin(self.plan.column("pack"), self.packs)

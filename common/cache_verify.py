@@ -56,7 +56,7 @@ def find_problems(
         if progress:
             results = track(results, "verify", total=len(cache.packs), transient=True)
         by_pack = [line for lines in results for line in lines]
-    return [*_file_problems(cache, deep=deep), *by_pack]
+    return [*find_file_problems(cache, deep=deep), *by_pack]
 
 
 def broken_packs(cache: Cache) -> dict[int, str]:
@@ -65,7 +65,8 @@ def broken_packs(cache: Cache) -> dict[int, str]:
     return {pack: lines[0] for pack, lines in found if lines}
 
 
-def _file_problems(cache: Cache, *, deep: bool) -> Iterator[str]:
+def find_file_problems(cache: Cache, *, deep: bool) -> Iterator[str]:
+    """Yield one line for each file outside the packs that is missing or damaged."""
     try:
         stated = cache.fixed_files()
         read_indexes(cache.blobs)

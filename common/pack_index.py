@@ -83,6 +83,33 @@ def write_pack_index(blobs: Blobs, index: PackIndex, num_packs: int) -> PackInde
     return replace(index, number=index.number + 1)
 
 
+def scan_records(blobs: Blobs) -> tuple[PackIndex, list[str]]:
+    """Return the packs that exist by their records alone, and the keys of unreadable records.
+
+    Also works where an index is damaged.
+    """
+    number = _count_indexes(blobs)
+    dropped: dict[int, str] = {}
+    if number:
+        key = index_key(number - 1)
+        try:
+            dropped = records.parse_index(blobs.read(key), key)["dropped"]
+        except DamagedStore:
+            dropped = {}
+    packs, unreadable = {}, []
+    for key in blobs.list(COMMIT):
+        content = blobs.read(key)
+        try:
+            record = records.parse_commit(content, key)
+        except DamagedStore:
+            unreadable.append(key)
+            continue
+        digest = records.sha256(content)
+        if pack_of(key) == record["pack"] and dropped.get(record["pack"]) != digest:
+            packs[record["pack"]] = (digest, sorted(record["quarantined"]))
+    return PackIndex(number=number, packs=packs, dropped=dropped), unreadable
+
+
 def read_record(blobs: Blobs, index: PackIndex, pack: int) -> dict:
     """Read the commit record of a pack in the index.
 

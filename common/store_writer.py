@@ -9,6 +9,7 @@ import os
 import platform
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from dflash_offline.common.blobs import Blobs, LocalBlobs, LocalLock, blobs_at
 from dflash_offline.common.cache import read_flat
 from dflash_offline.common.codecs import codec_named
 from dflash_offline.common.errors import BadInput
-from dflash_offline.common.identity import APPEND, RESUME, Identity, compare
+from dflash_offline.common.identity import Identity
 from dflash_offline.common.pack_index import PackIndex, read_pack_index, write_pack_index
 from dflash_offline.common.shards import ShardWriter
 from dflash_offline.common.store import (
@@ -34,6 +35,7 @@ from dflash_offline.common.store import (
     PLAN,
     TARGET,
     TOKENS,
+    Header,
     Plan,
     Schema,
     commit_key,
@@ -45,12 +47,10 @@ from dflash_offline.common.store import (
     pretty_json,
     read_header,
     read_plan,
-    read_plan_identities,
     shard_key,
 )
+from dflash_offline.common.store_checks import has_plan, refuse_small_disk
 
-# Room that must stay free beside the estimate, for records, logs and other people's files.
-_RESERVE_BYTES = 64 << 20
 _COMMITS_PER_INDEX = 1000
 
 
@@ -101,12 +101,10 @@ class Store:
                 something else, or there is too little room (before anything is written).
         """
         blobs = blobs_at(url)
-        planned = _check_address(blobs, identity, append=append)
+        planned = has_plan(blobs, identity, append=append)
         if not planned:
-            needed = estimate_bytes(schema, plan) + _size_of(target_files)
-            _refuse_small_disk(blobs, needed)
-        lock = LocalLock(_local_root(blobs))
-        lock.acquire(f"process {os.getpid()} on {platform.node()}, since {_now()}")
+            refuse_small_disk(blobs, estimate_bytes(schema, plan), target_files)
+        lock = _lock(blobs)
         store = cls(blobs, lock)
         try:
             if not exists(blobs, MANIFEST_KEY):
@@ -118,8 +116,27 @@ class Store:
                 store._write_further_plan(identity, plan, tokens, masks)
             store._load()
             store._drop_uncommitted()
+            store._restore_tokens(tokens, masks)
         except BaseException:
             lock.release()
+            raise
+        return store
+
+    @classmethod
+    def open(cls, url: str) -> "Store":
+        """Own a finished or interrupted store in order to change what it holds.
+
+        Raises:
+            MissingStore: there is none.
+            BadInput: another live run owns it.
+        """
+        blobs = blobs_at(url)
+        read_header(blobs)
+        store = cls(blobs, _lock(blobs))
+        try:
+            store._load()
+        except BaseException:
+            store.close()
             raise
         return store
 
@@ -330,6 +347,43 @@ class Store:
         self._starts, self._lengths = self.plan.column("start"), self.plan.column("length")
         self._index = read_pack_index(self.blobs, self.plan.num_packs)
 
+    def drop_packs(self, packs: set[int]) -> None:
+        """Give packs up: the index first, then records and shards of states."""
+        self._index = write_pack_index(self.blobs, self._index.without(packs), self.plan.num_packs)
+        for pack in packs:
+            self.blobs.delete(commit_key(pack))
+            for name in self.schema.state_arrays:
+                self.blobs.delete(shard_key(name, pack))
+
+    def rewrite_tokens(
+        self, pack: int, tokens: Mapping[int, np.ndarray], masks: Mapping[int, np.ndarray]
+    ) -> None:
+        """Write an uncommitted pack's token arrays again, zeros for samples that are not given."""
+        for name, given in ((TOKENS, tokens), (LOSS_MASK, masks)):
+            row = np.zeros(self.schema.pack_tokens, self.schema.arrays[name].dtype)
+            for index, values in given.items():
+                row[self._starts[index] :][: self._lengths[index]] = values
+            self.blobs.delete(shard_key(name, pack))
+            self._token_files[pack][name] = self._write_shard(name, pack, [row])
+
+    def _restore_tokens(self, tokens: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> None:
+        """Write token shards that a repair gave up, if the corpus is at hand and still the same."""
+        first = len(self.plan.samples) - len(tokens)
+        for pack in set(range(self.plan.num_packs)) - self.committed:
+            for name, per_sample in ((TOKENS, tokens), (LOSS_MASK, masks)):
+                members = self._packs[pack]
+                if exists(self.blobs, shard_key(name, pack)) or min(members) < first:
+                    continue
+                row = np.zeros(self.schema.pack_tokens, self.schema.arrays[name].dtype)
+                for index in members:
+                    row[self._starts[index] :][: self._lengths[index]] = per_sample[index - first]
+                if self._write_shard(name, pack, [row]) != self._token_files[pack][name]:
+                    self.blobs.delete(shard_key(name, pack))
+                    raise BadInput(
+                        f"--data gives other tokens for pack {pack} than the store was planned "
+                        "with; give the files of the first run"
+                    )
+
     def _drop_uncommitted(self) -> None:
         """Delete what an interrupted run left: temporary files, shards and records that do not
         count."""
@@ -342,30 +396,30 @@ class Store:
                     self.blobs.delete(key)
 
 
-def _check_address(blobs: Blobs, identity: Identity, *, append: bool) -> bool:
-    """Return whether the store at an address already has this plan.
+@contextmanager
+def own(url: str) -> Iterator[tuple[Blobs, Header]]:
+    """Own an existing store without reading more than its root.
 
     Raises:
-        BadInput: it holds something else, or a store made with other settings.
+        MissingStore: there is none.
+        BadInput: another live run owns it.
     """
-    header = read_header(blobs, required=False)
-    if header is None:
-        strangers = [k for k in blobs.list("") if not k.startswith(f"{LOGS}/") and k != ".owner"]
-        if strangers:
-            raise BadInput(
-                f"--out {blobs.url} is not empty and holds no store (it has {strangers[0]}); "
-                "give a new folder"
-            )
-        return False
-    if not exists(blobs, MANIFEST_KEY):
-        return False
-    where = f"the store at {blobs.url}"
-    compare(header.identity, identity, kinds=APPEND, where=where)
-    if identity.plan in read_plan_identities(blobs):
-        return True
-    if not append:
-        compare(header.identity, identity, kinds=RESUME, where=where)
-    return False
+    blobs = blobs_at(url)
+    header = read_header(blobs)
+    assert header is not None
+    lock = _lock(blobs)
+    try:
+        yield blobs, header
+    finally:
+        lock.release()
+
+
+def _lock(blobs: Blobs) -> LocalLock:
+    assert isinstance(blobs, LocalBlobs), "ownership is by flock, on local disks"
+    lock = LocalLock(blobs.root)
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    lock.acquire(f"process {os.getpid()} on {platform.node()}, since {since}")
+    return lock
 
 
 def _row(
@@ -377,26 +431,3 @@ def _row(
         sample = plan.samples[index]
         row[sample.start : sample.start + sample.length] = per_sample[index]
     return row
-
-
-def _local_root(blobs: Blobs) -> Path:
-    assert isinstance(blobs, LocalBlobs), "ownership is by flock, on local disks"
-    return blobs.root
-
-
-def _refuse_small_disk(blobs: Blobs, needed: int) -> None:
-    free = blobs.free_bytes()
-    if free is not None and needed + _RESERVE_BYTES > free:
-        raise BadInput(
-            f"--out {blobs.url} has {free / 1e9:.2f} GB free and the store needs about "
-            f"{(needed + _RESERVE_BYTES) / 1e9:.2f} GB; free space, use fewer samples or layers, "
-            "or another --codec"
-        )
-
-
-def _size_of(files: Mapping[str, bytes | Path]) -> int:
-    return sum(v.stat().st_size if isinstance(v, Path) else len(v) for v in files.values())
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S")

@@ -1,0 +1,66 @@
+"""What is checked before a store is written: the address, its identity, the room on the disk."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from dflash_offline.common.blobs import Blobs
+from dflash_offline.common.errors import BadInput
+from dflash_offline.common.identity import APPEND, RESUME, Identity, compare
+from dflash_offline.common.store import (
+    LOGS,
+    MANIFEST_KEY,
+    exists,
+    read_header,
+    read_plan_identities,
+)
+
+# Room that must stay free beside the estimate, for records, logs and other people's files.
+_RESERVE_BYTES = 64 << 20
+
+
+def has_plan(blobs: Blobs, identity: Identity, *, append: bool) -> bool:
+    """Return whether the store at an address already has this plan.
+
+    Raises:
+        BadInput: it holds something else, or a store made with other settings.
+    """
+    header = read_header(blobs, required=False)
+    if header is None:
+        strangers = [k for k in blobs.list("") if not k.startswith(f"{LOGS}/") and k != ".owner"]
+        if strangers:
+            raise BadInput(
+                f"--out {blobs.url} is not empty and holds no store (it has {strangers[0]}); "
+                "give a new folder"
+            )
+        return False
+    if not exists(blobs, MANIFEST_KEY):
+        return False
+    where = f"the store at {blobs.url}"
+    compare(header.identity, identity, kinds=APPEND, where=where)
+    if identity.plan in read_plan_identities(blobs):
+        return True
+    if not append:
+        compare(header.identity, identity, kinds=RESUME, where=where)
+    return False
+
+
+def refuse_small_disk(blobs: Blobs, states: int, files: Mapping[str, bytes | Path]) -> None:
+    """Refuse a disk that cannot take a new store.
+
+    Args:
+        states: estimate of what the packs will take, in bytes.
+        files: what goes into `target/`.
+
+    Raises:
+        BadInput: says what is free and what is needed.
+    """
+    needed = states + sum(
+        v.stat().st_size if isinstance(v, Path) else len(v) for v in files.values()
+    )
+    free = blobs.free_bytes()
+    if free is not None and needed + _RESERVE_BYTES > free:
+        raise BadInput(
+            f"--out {blobs.url} has {free / 1e9:.2f} GB free and the store needs about "
+            f"{(needed + _RESERVE_BYTES) / 1e9:.2f} GB; free space, use fewer samples or layers, "
+            "or another --codec"
+        )
