@@ -1,4 +1,4 @@
-"""Cross-entropy through a frozen vocabulary head, in two matrix products and one pass over the logits.
+"""Cross-entropy through a frozen vocabulary head: two matrix products, one pass over the logits.
 
 Logits of one chunk of rows are made in a kept buffer, turned into their own gradient in place, and
 multiplied back to dX, all in the forward pass; backward scales rows of dX by the upstream gradient.
@@ -10,11 +10,140 @@ V vocabulary.
 import torch
 from torch import Tensor
 
+from dflash_offline.kernels.head_rows import (
+    RowOptions,
+    check_head,
+    check_labels,
+    row_launch,
+    scale_rows,
+)
+from dflash_offline.kernels.linear_ce_torch import torch_chunk
 from dflash_offline.kernels.logit_chunks import chunk_bounds, chunk_buffer, full_precision_sums
+from dflash_offline.kernels.logit_math import cap_logits, cap_slope, dot_rows, log1p
+from dflash_offline.kernels.optional_triton import tl, triton, use_triton
 from dflash_offline.kernels.reference_loss import LinearCE, accumulate_dtype
 
-# The plain PyTorch row pass works on blocks of rows that stay in a CPU's cache (4 MB of fp32).
-CPU_BLOCK_ELEMENTS = 1 << 20
+# Row offsets change from step to step, so their alignment is not compiled in.
+PER_ROW = ["labels_ptr", "nll_ptr", "lse_ptr", "argmax_ptr", "rank_ptr", "entropy_ptr", "prob_ptr"]
+
+
+@triton.jit(do_not_specialize=["num_columns"], do_not_specialize_on_alignment=PER_ROW)
+def _linear_ce_rows_kernel(
+    z_ptr,
+    x_ptr,
+    weight_ptr,
+    labels_ptr,
+    nll_ptr,
+    lse_ptr,
+    argmax_ptr,
+    rank_ptr,
+    entropy_ptr,
+    prob_ptr,
+    stride_z,
+    stride_x,
+    stride_w,
+    num_columns,
+    hidden,
+    logit_scale,
+    softcap,
+    HAS_SOFTCAP: tl.constexpr,
+    WITH_GRAD: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """One row of raw logits to its statistics and, in place, to its gradient.
+
+    Pass 1: m = max_j z_j and R = sum_{j != y} exp(z_j - m), so S = R + exp(z_y - m).
+    Pass 2: dz_j = slope_j exp(z_j - m) / S and dz_y = -slope_y R / S; rank, argmax, entropy.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    z_ptr += row * stride_z
+    label = tl.load(labels_ptr + row)
+    is_valid = (label >= 0) & (label < num_columns)
+    label = tl.where(is_valid, label, -1)
+    safe_label = tl.where(is_valid, label, 0)
+    raw_label = dot_rows(
+        x_ptr + row * stride_x, weight_ptr + safe_label * stride_w, hidden, BLOCK_H
+    )
+    z_label = cap_logits(raw_label, logit_scale, softcap, HAS_SOFTCAP)
+    column = label.to(tl.int32)
+    offs = tl.arange(0, BLOCK_V)
+    # Buffer rows are padded to 64 columns: a bound that is a multiple of 16 keeps loads wide.
+    bound = (num_columns + 15) // 16 * 16
+
+    m = tl.where(is_valid, z_label, float("-inf"))
+    others = 0.0
+    for start in range(0, num_columns, BLOCK_V):
+        cols = start + offs
+        raw = tl.load(z_ptr + cols, mask=cols < bound, other=0.0).to(tl.float32)
+        z = cap_logits(raw, logit_scale, softcap, HAS_SOFTCAP)
+        z = tl.where((cols < num_columns) & (cols != column), z, float("-inf"))
+        m_new = tl.maximum(m, tl.max(z))
+        # A block may hold nothing but -inf, before the first finite logit.
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        others = others * tl.exp(m - m_safe) + tl.sum(tl.exp(z - m_safe))
+        m = m_new
+
+    e_label = tl.where(is_valid, tl.exp(z_label - m), 0.0)
+    total = others + e_label
+    log_total = tl.log(total)
+    nll = tl.where(z_label == m, log1p(others), (m - z_label) + log_total)
+    nan = float("nan")
+    tl.store(nll_ptr + row, tl.where(is_valid, nll, nan))
+    tl.store(lse_ptr + row, m + log_total)
+    tl.store(prob_ptr + row, tl.where(is_valid, e_label / total, nan))
+
+    scale = tl.where(is_valid, 1.0 / total, nan)
+    inverse = 1.0 / total
+    ahead = tl.zeros([BLOCK_V], tl.int32)
+    first = tl.full([BLOCK_V], 2147483647, tl.int32)
+    spread = tl.zeros([BLOCK_V], tl.float32)
+    for start in range(0, num_columns, BLOCK_V):
+        cols = start + offs
+        raw = tl.load(z_ptr + cols, mask=cols < bound, other=0.0).to(tl.float32)
+        is_label = cols == column
+        raw = tl.where(is_label, raw_label, raw)
+        z = cap_logits(raw, logit_scale, softcap, HAS_SOFTCAP)
+        z = tl.where(cols < num_columns, z, float("-inf"))
+        first = tl.minimum(first, tl.where(z == m, cols, 2147483647))
+        ahead += ((z > z_label) | ((z == z_label) & (cols < column))).to(tl.int32)
+        shifted = z - m
+        e = tl.exp(shifted)
+        spread += tl.where(e > 0.0, e * shifted, 0.0)
+        if WITH_GRAD:
+            dz = tl.where(is_label, -others * scale, e * scale)
+            dz *= cap_slope(raw, logit_scale, softcap, HAS_SOFTCAP)
+            tl.store(z_ptr + cols, dz.to(z_ptr.dtype.element_ty), mask=cols < bound)
+    argmax = tl.min(first)
+    tl.store(argmax_ptr + row, tl.where(argmax < num_columns, argmax, 0).to(tl.int64))
+    tl.store(rank_ptr + row, tl.where(is_valid, tl.sum(ahead), num_columns).to(tl.int64))
+    tl.store(entropy_ptr + row, log_total - tl.sum(spread) * inverse)
+
+
+def _triton_chunk(
+    x: Tensor, weight: Tensor, labels: Tensor, logits: Tensor, out: LinearCE, options: RowOptions
+) -> None:
+    """Fill `out` from raw logits [C, V] and, with_grad, leave dz in their place."""
+    launch = row_launch(x.device)
+    _linear_ce_rows_kernel[(x.shape[0],)](
+        logits,
+        x,
+        weight,
+        labels,
+        *out,
+        logits.stride(0),
+        x.stride(0),
+        weight.stride(0),
+        weight.shape[0],
+        x.shape[1],
+        options.logit_scale,
+        1.0 if options.softcap is None else options.softcap,
+        HAS_SOFTCAP=options.softcap is not None,
+        WITH_GRAD=options.with_grad,
+        BLOCK_V=launch.block_v,
+        BLOCK_H=launch.block_h,
+        num_warps=launch.num_warps,
+    )
 
 
 def _empty_results(num_rows: int, *, dtype: torch.dtype, device: torch.device) -> LinearCE:
@@ -31,126 +160,38 @@ def _empty_results(num_rows: int, *, dtype: torch.dtype, device: torch.device) -
     )
 
 
-def _rank(z: Tensor, z_label: Tensor, column: Tensor) -> Tensor:
-    """Count columns ahead of the label; an equal logit is ahead if its column is smaller."""
-    ahead = torch.count_nonzero(z > z_label, dim=1)
-    # The label itself is one of the equals; only rows with more than that need their columns looked at.
-    equal = torch.count_nonzero(z == z_label, dim=1)
-    for row in torch.nonzero(equal > 1)[:, 0].tolist():
-        ahead[row] += torch.count_nonzero(z[row, : int(column[row])] == z_label[row])
-    return ahead
-
-
-def _torch_rows(
-    z: Tensor,
-    z_label: Tensor,
-    labels: Tensor,
-    out: LinearCE,
-    *,
-    with_grad: bool,
-    logit_scale: float,
-    softcap: float | None,
-) -> None:
-    """Fill `out` from raw logits z [R, V] in the accumulation dtype and leave dz in z."""
-    num_columns = z.shape[1]
-    valid = (labels >= 0) & (labels < num_columns)
-    column = labels.clamp(0, num_columns - 1)[:, None]
-    z.scatter_(1, column, z_label[:, None])
-    if logit_scale != 1.0:
-        z.mul_(logit_scale)
-    slope = None
-    if softcap is not None:
-        z.div_(softcap).tanh_()
-        slope = 1 - z * z  # [R, V]
-        z.mul_(softcap)
-
-    label_logit = z.gather(1, column)
-    top, argmax = z.max(dim=1, keepdim=True)
-    out.argmax.copy_(argmax[:, 0])
-    out.rank.copy_(torch.where(valid, _rank(z, label_logit, column), num_columns))
-
-    z.sub_(top)
-    e = z.exp()  # [R, V]
-    weighted = torch.linalg.vecdot(e, z)
-    e_label = e.gather(1, column)
-    e.scatter_(1, column, 0)
-    others = e.sum(dim=1, keepdim=True)
-    total = others + e_label
-    log_total = total.log()
-    # log1p keeps the loss of a row whose label has almost all of the mass.
-    nll = torch.where(
-        label_logit == top, torch.log1p(others / e_label), log_total + (top - label_logit)
-    )
-    out.lse.copy_((log_total + top)[:, 0])
-    out.entropy.copy_(log_total[:, 0] - weighted / total[:, 0])
-    out.nll.copy_(torch.where(valid, nll[:, 0], float("nan")))
-    out.label_prob.copy_(torch.where(valid, (e_label / total)[:, 0], float("nan")))
-    if with_grad:
-        torch.mul(e, logit_scale / total, out=z)
-        z.scatter_(1, column, -logit_scale * others / total)
-        if slope is not None:
-            z.mul_(slope)
-        if not bool(valid.all()):
-            z.masked_fill_(~valid[:, None], float("nan"))
-
-
-def _torch_chunk(
-    x: Tensor, weight: Tensor, labels: Tensor, logits: Tensor, out: LinearCE, **options
-) -> None:
-    """Run the row pass over one chunk of raw logits [C, V], in blocks that stay in cache."""
-    dtype = accumulate_dtype(x.dtype)
-    column = labels.clamp(0, weight.shape[0] - 1)
-    if logits.dtype == dtype:
-        z_label = logits.gather(1, column[:, None])[:, 0]
-    else:
-        z_label = torch.linalg.vecdot(x.to(dtype), weight[column].to(dtype))
-    block = max(1, CPU_BLOCK_ELEMENTS // weight.shape[0])
-    for start in range(0, x.shape[0], block):
-        rows = slice(start, start + block)
-        z = logits[rows].to(dtype)
-        _torch_rows(z, z_label[rows], labels[rows], LinearCE(*(o[rows] for o in out)), **options)
-        if options["with_grad"] and z.dtype != logits.dtype:
-            logits[rows] = z
-
-
 class _LinearCE(torch.autograd.Function):
     """Saves dX [N, H], made in forward for an upstream gradient of one."""
 
     @staticmethod
-    def forward(ctx, x, weight, labels, with_grad, logit_scale, softcap, chunk_rows):
+    def forward(ctx, x, weight, labels, options, chunk_rows, as_triton):
         num_rows, num_columns = x.shape[0], weight.shape[0]
         out = _empty_results(num_rows, dtype=accumulate_dtype(x.dtype), device=x.device)
-        dx = torch.empty_like(x) if with_grad else None
+        dx = torch.empty_like(x) if options.with_grad else None
+        row_pass = _triton_chunk if as_triton else torch_chunk
         bounds = chunk_bounds(num_rows, chunk_rows)
         rows = bounds[0][1] if bounds else 0
         buffer = chunk_buffer("logits", rows, num_columns, dtype=x.dtype, device=x.device)
-        with full_precision_sums():
+        with full_precision_sums(), torch.cuda.device_of(x):
             for start, end in bounds:
+                chunk = slice(start, end)
                 logits = buffer[: end - start]
-                torch.mm(x[start:end], weight.T, out=logits)
-                _torch_chunk(
-                    x[start:end],
-                    weight,
-                    labels[start:end],
-                    logits,
-                    LinearCE(*(o[start:end] for o in out)),
-                    with_grad=with_grad,
-                    logit_scale=logit_scale,
-                    softcap=softcap,
-                )
-                if with_grad:
-                    torch.mm(logits, weight, out=dx[start:end])
+                torch.mm(x[chunk], weight.T, out=logits)
+                results = LinearCE(*(o[chunk] for o in out))
+                row_pass(x[chunk], weight, labels[chunk], logits, results, options)
+                if options.with_grad:
+                    torch.mm(logits, weight, out=dx[chunk])
         ctx.mark_non_differentiable(*out[1:])
         ctx.save_for_backward(dx)
+        ctx.as_triton = as_triton
         return tuple(out)
 
     @staticmethod
     def backward(ctx, grad_nll, *_unused):
         (dx,) = ctx.saved_tensors
-        factor = grad_nll[:, None]
-        # A row that is masked out after the loss keeps a zero gradient even where it is poisoned.
-        grad = torch.where(factor == 0, 0, dx * factor).to(dx.dtype)
-        return grad, None, None, None, None, None, None
+        with torch.cuda.device_of(dx):
+            grad = scale_rows(dx, grad_nll, as_triton=ctx.as_triton)
+        return grad, None, None, None, None, None
 
 
 def linear_ce(
@@ -162,13 +203,14 @@ def linear_ce(
     softcap: float | None = None,
     chunk_rows: int = 4096,
     vocab_size: int | None = None,
+    implementation: str | None = None,
 ) -> LinearCE:
     """Return cross-entropy and row statistics through a frozen head.
 
     Equal to `F.cross_entropy(cap(logit_scale * x @ weight.T), labels, reduction="none")` with
     `cap(z) = softcap * tanh(z / softcap)`, and differentiable with respect to x alone. Any upstream
     gradient per row is allowed (weights, masks, a common denominator). An empty batch gives an
-    empty nll whose sum is a zero attached to the graph.
+    empty nll whose sum is a zero attached to the graph. Nothing here waits for the GPU.
 
     Args:
         x: [N, H] rows, normalised as the head expects them; fp32 or fp64 on a CPU, bf16 on a GPU.
@@ -178,29 +220,49 @@ def linear_ce(
         softcap: bound of the tanh soft-cap, or None.
         chunk_rows: most rows whose logits exist at a time; changes the result by rounding only.
         vocab_size: rows of weight that take part, where it is padded beyond the vocabulary.
+        implementation: "triton", "reference" (the same algorithm in plain PyTorch), or None to
+            choose by device.
 
     Returns:
         LinearCE, six tensors [N].
 
     Raises:
-        ValueError: shapes or dtypes that do not go together.
+        ValueError: shapes, dtypes or an implementation that do not go together.
     """
     weight = weight[:vocab_size].detach()
-    _check(x, weight, labels)
-    with_grad = x.requires_grad and torch.is_grad_enabled()
-    return LinearCE(
-        *_LinearCE.apply(x, weight, labels, with_grad, logit_scale, softcap, chunk_rows)
+    as_triton = use_triton(x, implementation)
+    check_head(x, weight, as_triton=as_triton)
+    check_labels(labels, num_rows=x.shape[0])
+    options = RowOptions(
+        with_grad=x.requires_grad and torch.is_grad_enabled(),
+        logit_scale=logit_scale,
+        softcap=softcap,
     )
+    return LinearCE(*_LinearCE.apply(x, weight, labels, options, chunk_rows, as_triton))
 
 
-def _check(x: Tensor, weight: Tensor, labels: Tensor) -> None:
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
-        raise ValueError(
-            f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}; they must be [N, H] and [V, H]"
+def warm_up(
+    weight: Tensor,
+    *,
+    chunk_rows: int = 4096,
+    softcap: float | None = None,
+    vocab_size: int | None = None,
+) -> None:
+    """Compile every kernel that linear_ce uses with this head, and take its buffer.
+
+    After it no batch of any number of rows compiles anything. `weight` is the [V, H] head.
+    """
+    rows = chunk_rows if weight.is_cuda else 1
+    labels = torch.zeros(rows, dtype=torch.int64, device=weight.device)
+    for with_grad in (False, True):
+        x = torch.zeros(rows, weight.shape[1], dtype=weight.dtype, device=weight.device)
+        result = linear_ce(
+            x.requires_grad_(with_grad),
+            weight,
+            labels,
+            softcap=softcap,
+            chunk_rows=chunk_rows,
+            vocab_size=vocab_size,
         )
-    if x.dtype != weight.dtype:
-        raise ValueError(f"x is {x.dtype} and weight {weight.dtype}; convert one of them")
-    if labels.shape != x.shape[:1] or labels.dtype != torch.int64:
-        raise ValueError(
-            f"labels are {labels.dtype} {tuple(labels.shape)}; they must be int64 [{x.shape[0]}]"
-        )
+        if with_grad:
+            result.nll.sum().backward()

@@ -1,4 +1,4 @@
-"""Triton where it is installed, a stand-in where it is not, and the choice between a kernel and its reference.
+"""Triton where it is installed, a stand-in where it is not, and the choice of implementation.
 
 Kernel modules import `triton` and `tl` from here, so that they can be imported (and run their plain
 PyTorch paths) on a machine without Triton.
@@ -15,7 +15,7 @@ except ImportError:
     HAS_TRITON = False
 
     class _StandIn:
-        """Lets `@triton.jit` and `tl.constexpr` stand in a module that never launches its kernels."""
+        """Lets `@triton.jit` and `tl.constexpr` stand in modules that launch no kernel."""
 
         constexpr = object
 
@@ -42,7 +42,7 @@ def use_triton(tensor: torch.Tensor, implementation: str | None) -> bool:
     if implementation is None:
         if tensor.is_cuda and not HAS_TRITON:
             raise ValueError(
-                "implementation is unset and the tensors are on a GPU, but triton is not installed; "
+                "implementation is unset and the tensors are on a GPU, but triton is missing; "
                 "install triton or pass implementation='reference'"
             )
         return tensor.is_cuda

@@ -1,7 +1,7 @@
 """Plain-PyTorch definitions of the loss heads: what linear_ce and linear_kl compute.
 
-Full logits, autograd, no chunks: these are for reading and for tests. Arithmetic is fp64 for fp64
-inputs and fp32 for everything else. Letters: N rows, H hidden, V vocabulary. Formulas: docs/kernels.md.
+Full logits, autograd, no chunks: for reading and for tests. Arithmetic is fp64 for fp64 inputs and
+fp32 for everything else. Letters: N rows, H hidden, V vocabulary. Formulas: docs/kernels.md.
 """
 
 from typing import NamedTuple

@@ -1,0 +1,102 @@
+"""What the row passes of the loss heads share: launch settings, options, input checks, row scaling.
+
+Letters: N rows, H hidden, V vocabulary.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dflash_offline.kernels.optional_triton import tl, triton
+
+
+class RowLaunch(NamedTuple):
+    """Launch settings of the row kernels: columns a step, columns of the label dot, warps."""
+
+    block_v: int
+    block_h: int
+    num_warps: int
+
+
+# By compute capability (major).
+ROW_LAUNCH = {9: RowLaunch(block_v=8192, block_h=2048, num_warps=16)}
+DEFAULT_ROW_LAUNCH = RowLaunch(block_v=4096, block_h=1024, num_warps=8)
+
+
+class RowOptions(NamedTuple):
+    """What the row pass needs to know besides tensors."""
+
+    with_grad: bool
+    logit_scale: float
+    softcap: float | None
+
+
+def row_launch(device: torch.device) -> RowLaunch:
+    """Return the launch settings for `device`."""
+    if device.type != "cuda":
+        return DEFAULT_ROW_LAUNCH
+    major, _ = torch.cuda.get_device_capability(device)
+    return ROW_LAUNCH.get(major, DEFAULT_ROW_LAUNCH)
+
+
+@triton.jit(do_not_specialize=["stride_g"], do_not_specialize_on_alignment=["g_ptr"])
+def _scale_rows_kernel(
+    dx_ptr, g_ptr, out_ptr, stride_dx, stride_g, stride_out, hidden, BLOCK_H: tl.constexpr
+):
+    """out_i = g_i dx_i, and zero where g_i is zero even if dx_i is NaN (a poisoned, masked row)."""
+    row = tl.program_id(0).to(tl.int64)
+    g = tl.load(g_ptr + row * stride_g).to(tl.float32)
+    offs = tl.arange(0, BLOCK_H)
+    for start in range(0, hidden, BLOCK_H):
+        cols = start + offs
+        mask = cols < hidden
+        dx = tl.load(dx_ptr + row * stride_dx + cols, mask=mask).to(tl.float32)
+        value = tl.where(g == 0.0, 0.0, dx * g).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + row * stride_out + cols, value, mask=mask)
+
+
+def scale_rows(dx: Tensor, grad: Tensor, *, as_triton: bool) -> Tensor:
+    """Return dx [N, H] with row i multiplied by grad[i]; rows with a zero factor become zero."""
+    if not as_triton:
+        factor = grad[:, None]
+        return torch.where(factor == 0, 0, dx * factor).to(dx.dtype)
+    out = torch.empty_like(dx)
+    if dx.shape[0]:
+        _scale_rows_kernel[(dx.shape[0],)](
+            dx,
+            grad,
+            out,
+            dx.stride(0),
+            grad.stride(0),
+            out.stride(0),
+            dx.shape[1],
+            BLOCK_H=row_launch(dx.device).block_h,
+            num_warps=4,
+        )
+    return out
+
+
+def check_head(x: Tensor, weight: Tensor, *, as_triton: bool) -> None:
+    """Raise ValueError unless x [N, H] and weight [V, H] go together."""
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"x is {tuple(x.shape)}, weight {tuple(weight.shape)}; they must be [N, H] and [V, H]"
+        )
+    if x.dtype != weight.dtype or x.device != weight.device:
+        raise ValueError(
+            f"x is {x.dtype} on {x.device}, weight {weight.dtype} on {weight.device}; "
+            "convert or move one of them"
+        )
+    if as_triton and x.dtype == torch.float64:
+        raise ValueError("x is torch.float64, which the kernels do not take; convert it to float32")
+    if x.stride(1) != 1 or weight.stride(1) != 1:
+        raise ValueError("rows of x and weight must be contiguous; call contiguous() on them")
+
+
+def check_labels(labels: Tensor, *, num_rows: int) -> None:
+    """Raise ValueError unless labels are int64 [num_rows]; their values are not looked at."""
+    if labels.shape != (num_rows,) or labels.dtype != torch.int64:
+        raise ValueError(
+            f"labels are {labels.dtype} {tuple(labels.shape)}; they must be int64 [{num_rows}]"
+        )
