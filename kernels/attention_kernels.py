@@ -1,4 +1,4 @@
-"""The Triton kernels of `block_attention`: forward, dQ with the own blocks' dK and dV, context dK dV.
+"""The Triton kernels of `block_attention`: forward, dQ with own-block dK and dV, context dK and dV.
 
 A program of the first two owns a group of anchors and one key-value head. Its tile holds rows
 (slot n of the group, query head r of the head's R), n slow, so the rows of a slot are neighbours in
@@ -320,39 +320,6 @@ def _load_slots(
     return x
 
 
-@triton.jit
-def _dkv_span(
-    dk, dv, k, v, q_src, do_src, lse_ptr, delta_ptr, hi_ptr, begin, end, tokens, head, scale_log2,
-    STRIDE_Q: tl.constexpr, STRIDE_DO: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
-    D: tl.constexpr, SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add what rows of slots [begin, end) give to the tile's dk and dv; scores are transposed."""
-    offs_m = tl.arange(0, BLOCK_M)
-    for start in range(begin, end, SLOTS):
-        valid = offs_m < tl.minimum(SLOTS, end - start) * R
-        q = _load_slots(q_src, start, valid, head, STRIDE_Q, R, D, SLOTS, BLOCK_M, BLOCK_D, TMA)
-        do = _load_slots(do_src, start, valid, head, STRIDE_DO, R, D, SLOTS, BLOCK_M, BLOCK_D, TMA)
-        # Rows that are not of this span get p = exp2(s - inf) = 0.
-        offs_l = tl.cast(start, tl.int64) * R + offs_m
-        lse = tl.load(lse_ptr + offs_l, mask=valid, other=float("inf"))
-        delta = tl.load(delta_ptr + offs_l, mask=valid, other=0.0)
-        s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-        p = tl.exp2(s * scale_log2 - lse[None, :])
-        if MASKED:
-            slot = start + offs_m // R
-            hi = tl.load(hi_ptr + slot // B, mask=valid, other=0)
-            visible = tokens[:, None] < hi[None, :]
-            if WINDOW > 0:
-                visible = visible & (tokens[:, None] > (hi + slot % B - WINDOW)[None, :])
-            p = tl.where(visible, p, 0.0)
-        dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
-        ds = p * (dp - delta[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-    return dk, dv
-
-
 @triton.jit(do_not_specialize=["num_rows"])
 def _block_attention_bwd_kv_kernel(
     q_src, k_ptr, v_ptr, do_src, lse_ptr, delta_ptr, dk_ptr, dv_ptr, hi_ptr, tile_ptr,
@@ -382,29 +349,44 @@ def _block_attention_bwd_kv_kernel(
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
 
+    # Slots [whole, ragged) see all of the tile and need no mask.
+    stop = last * B
+    whole = full * B
+    ragged = stop
     if WINDOW > 0:
-        # Anchors from `first + seen` on are so far that their first slot has lost the whole tile.
         offs_a = tl.arange(0, 256)
-        seen = 0
+        num_any = 0
+        num_all = 0
         for anchor in range(first, last, 256):
             inside = anchor + offs_a < last
             hi = tl.load(hi_ptr + anchor + offs_a, mask=inside, other=0)
-            seen += tl.sum((inside & (hi - WINDOW < end - 1)).to(tl.int32))
-        middle = (first + seen) * B
-    else:
-        middle = first * B + tl.cdiv((full - first) * B, SLOTS) * SLOTS
-        middle = tl.minimum(middle, last * B)
-    dk, dv = _dkv_span(
-        dk, dv, k, v, q_src, do_src, lse_ptr, delta_ptr, hi_ptr, first * B, middle, tokens, head,
-        scale_log2, STRIDE_Q, HQ * D, R, B, D, SLOTS, BLOCK_M, BLOCK_D, True, WINDOW, TMA,
-        PRECISION,
-    )  # fmt: skip
-    if WINDOW == 0:
-        dk, dv = _dkv_span(
-            dk, dv, k, v, q_src, do_src, lse_ptr, delta_ptr, hi_ptr, middle, last * B, tokens,
-            head, scale_log2, STRIDE_Q, HQ * D, R, B, D, SLOTS, BLOCK_M, BLOCK_D, False, 0, TMA,
-            PRECISION,
-        )  # fmt: skip
+            num_any += tl.sum((inside & (hi - WINDOW < end - 1)).to(tl.int32))
+            num_all += tl.sum((inside & (hi + B - 1 - WINDOW < start)).to(tl.int32))
+        stop = (first + num_any) * B
+        ragged = (first + num_all) * B
+
+    offs_m = tl.arange(0, BLOCK_M)
+    for slot in range(first * B, stop, SLOTS):
+        valid = offs_m < tl.minimum(SLOTS, stop - slot) * R
+        q = _load_slots(q_src, slot, valid, head, STRIDE_Q, R, D, SLOTS, BLOCK_M, BLOCK_D, TMA)
+        do = _load_slots(do_src, slot, valid, head, HQ * D, R, D, SLOTS, BLOCK_M, BLOCK_D, TMA)
+        # Rows past `stop` get p = exp2(s - inf) = 0.
+        offs_l = tl.cast(slot, tl.int64) * R + offs_m
+        lse = tl.load(lse_ptr + offs_l, mask=valid, other=float("inf"))
+        delta = tl.load(delta_ptr + offs_l, mask=valid, other=0.0)
+        s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+        p = tl.exp2(s * scale_log2 - lse[None, :])
+        if (slot < whole) | (slot + SLOTS > ragged):
+            hi = tl.load(hi_ptr + (slot + offs_m // R) // B, mask=valid, other=0)
+            visible = tokens[:, None] < hi[None, :]
+            if WINDOW > 0:
+                floor = hi + (slot + offs_m // R) % B - WINDOW
+                visible = visible & (tokens[:, None] > floor[None, :])
+            p = tl.where(visible, p, 0.0)
+        dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+        ds = p * (dp - delta[None, :])
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
 
     offs = _row_offsets(tokens, tl.zeros_like(tokens) + head, HKV * D, D, BLOCK_D)
     mask = (tokens < end)[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]

@@ -30,7 +30,7 @@ LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class Launch:
-    """Tile of one kernel: rows of queries and tokens of context; `tma`: loads by the copy engine."""
+    """Tile of one kernel, rows of queries by tokens of context; `tma`: loads by the copy engine."""
 
     rows: int
     tokens: int
