@@ -1,0 +1,178 @@
+"""Which sample stands where: seeded order, packs of whole samples, held-out packs, forward batches.
+
+Pure functions of the samples' lengths and digests and of the options; nothing here depends on how
+many processes will do the work.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dflash_offline.common.errors import BadInput
+from dflash_offline.common.store import Plan, Sample, supervised
+from dflash_offline.extract.corpus import CorpusReport, TokenRow
+
+UNIT_PACKS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What decides a plan, besides the samples.
+
+    Attributes:
+        seed: of the order.
+        pack_tokens: tokens that a pack holds at most.
+        batch_tokens: padded tokens that a forward batch holds at most.
+        holdout: fraction of conversations whose samples are held out.
+        unit_packs: consecutive packs from which a batch may draw.
+    """
+
+    seed: int
+    pack_tokens: int
+    batch_tokens: int
+    holdout: float
+    unit_packs: int = UNIT_PACKS
+
+
+def make_plan(
+    rows: Sequence[TokenRow], report: CorpusReport, options: PlanOptions
+) -> tuple[Plan, list[int]]:
+    """Return the plan and, for each of its samples, the index of its row.
+
+    Raises:
+        BadInput: a sample does not fit a batch, or everything would be held out.
+    """
+    lengths = np.array([len(row.tokens) for row in rows], np.int64)
+    if lengths.max() > options.batch_tokens:
+        raise BadInput(
+            f"--batch-tokens {options.batch_tokens} is below the longest sample of {lengths.max()} "
+            "tokens; allow more, or lower --max-length"
+        )
+    held_out = held_out_rows([row.conversation for row in rows], options.holdout)
+    order = seeded_order(len(rows), options.seed)
+    training, kept_back = order[~held_out[order]], order[held_out[order]]
+    pack, start, num_packs = cut_packs(lengths[training], options.pack_tokens)
+    pack_held, start_held, num_held = cut_packs(lengths[kept_back], options.pack_tokens)
+    arrangement = [
+        *zip(training, pack, start, strict=True),
+        *zip(kept_back, pack_held + num_packs, start_held, strict=True),
+    ]
+    samples = [
+        _sample(rows[row], pack=int(at), start=int(first), held_out=bool(held_out[row]))
+        for row, at, first in arrangement
+    ]
+    batches = make_batches(
+        np.array([sample.length for sample in samples]),
+        np.array([sample.pack for sample in samples]),
+        unit_packs=options.unit_packs,
+        batch_tokens=options.batch_tokens,
+    )
+    plan = Plan(
+        samples=samples,
+        batches=batches,
+        num_packs=num_packs + num_held,
+        num_held_out_packs=num_held,
+        unit_packs=options.unit_packs,
+        report=report.as_dict() | {"held_out": len(kept_back)},
+    )
+    return plan, [int(row) for row, _, _ in arrangement]
+
+
+def seeded_order(count: int, seed: int) -> np.ndarray:
+    """Return a permutation of `range(count)`, int64, that `count` and `seed` alone decide."""
+    # Raw bits of a counter-based generator: numpy promises their stream, not `permutation`'s.
+    keys = np.random.Philox(key=seed).random_raw(count)
+    return np.argsort(keys, kind="stable")
+
+
+def held_out_rows(conversations: Sequence[str], fraction: float) -> np.ndarray:
+    """Return which rows are held out, bool [rows], by a hash of their conversation.
+
+    Whole conversations go: rows that share a first user turn share their fate, whatever the seed
+    and whatever else is in the data. At least one conversation is held out when `fraction` is
+    above zero and there are two.
+    """
+    places = {each: _place(each) for each in conversations}
+    chosen = {each for each, place in places.items() if place < fraction}
+    if fraction > 0 and len(places) > 1:
+        chosen = chosen or {min(places, key=places.__getitem__)}
+        if len(chosen) == len(places):
+            raise BadInput(
+                f"--holdout {fraction:.2%} holds out every conversation of the data; hold out less"
+            )
+    return np.array([each in chosen for each in conversations], bool)
+
+
+def _place(conversation: str) -> float:
+    digest = hashlib.sha256(f"held out {conversation}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
+
+
+def cut_packs(lengths: np.ndarray, pack_tokens: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """Cut a sequence of samples into packs of at most `pack_tokens` tokens.
+
+    Args:
+        lengths: int64 [samples], none above `pack_tokens`.
+        pack_tokens: tokens a pack may hold.
+
+    Returns:
+        Pack of each sample, first token inside it (both int64 [samples]), number of packs.
+    """
+    pack, start = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
+    at, filled = 0, 0
+    for i, length in enumerate(lengths):
+        if filled + length > pack_tokens:
+            at, filled = at + 1, 0
+        pack[i], start[i] = at, filled
+        filled += length
+    return pack, start, at + 1 if len(lengths) else 0
+
+
+def make_batches(
+    lengths: np.ndarray, packs: np.ndarray, *, unit_packs: int, batch_tokens: int
+) -> list[list[list[int]]]:
+    """Return the forward batches of every unit as sample indices, the longest samples first.
+
+    Args:
+        lengths: int64 [samples].
+        packs: int64 [samples], ascending.
+        unit_packs: packs in a unit.
+        batch_tokens: padded tokens in a batch, at least the longest sample.
+    """
+    units: list[list[list[int]]] = []
+    unit_of = packs // unit_packs
+    for unit in range(int(unit_of[-1]) + 1):
+        members = np.flatnonzero(unit_of == unit)
+        by_length = members[np.argsort(-lengths[members], kind="stable")]
+        batches = []
+        first = 0
+        while first < len(by_length):
+            rows = max(1, batch_tokens // int(lengths[by_length[first]]))
+            batches.append(by_length[first : first + rows].tolist())
+            first += rows
+        units.append(batches)
+    return units
+
+
+def padded_fraction(plan: Plan) -> float:
+    """Return the share of forwarded tokens that is padding."""
+    lengths = plan.column("length")
+    batches = [batch for unit in plan.batches for batch in unit]
+    forwarded = sum(len(batch) * int(lengths[batch].max()) for batch in batches)
+    return 1.0 - int(lengths.sum()) / forwarded
+
+
+def _sample(row: TokenRow, *, pack: int, start: int, held_out: bool) -> Sample:
+    return Sample(
+        id=row.id,
+        source=row.source,
+        licence=row.licence,
+        content_hash=row.content_hash(),
+        length=len(row.tokens),
+        supervised=int(supervised(row.mask).sum()),
+        pack=pack,
+        start=start,
+        held_out=held_out,
+    )

@@ -1,0 +1,91 @@
+"""The target's part of a store: what identifies it, and the files that training needs of it."""
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save
+from transformers import PreTrainedTokenizerBase
+
+from dflash_offline.common.chat import ChatOptions, chat_identity, tokenizer_identity
+from dflash_offline.common.errors import BadInput
+from dflash_offline.common.identity import Scalar
+from dflash_offline.common.target import Target
+
+# The state that `lm_head` consumes, and the one that a layer id means.
+NORM_CONVENTION = "features before, final after the final norm"
+_LEGAL = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
+
+
+def target_identity(
+    target: Target,
+    tokenizer: PreTrainedTokenizerBase,
+    options: ChatOptions,
+    *,
+    layers: tuple[int, ...],
+) -> dict[str, Scalar]:
+    """Return the fields that stores must share for their states to mean the same."""
+    return {
+        "weight_digest": target.weight_digest(),
+        "revision": target.checkpoint.revision or "",
+        "model_type": target.config.model_type,
+        "compute_dtype": str(target.dtype).removeprefix("torch."),
+        "feature_dtype": "bfloat16",
+        "norm_convention": NORM_CONVENTION,
+        "layers": ",".join(map(str, layers)),
+        "tokenizer_sha256": tokenizer_identity(tokenizer),
+        **_chat_identity(tokenizer, options),
+    }
+
+
+def _chat_identity(
+    tokenizer: PreTrainedTokenizerBase, options: ChatOptions
+) -> Mapping[str, Scalar]:
+    try:
+        return chat_identity(tokenizer, options)
+    except BadInput:
+        # Token ids and plain completions need no template, so a target without one will do.
+        return {}
+
+
+def target_files(target: Target, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
+    """Return file name to content of everything that training needs of the target.
+
+    Configuration of the text part, tokenizer, embedding, head (left out where tied), final norm,
+    and the checkpoint's licence files.
+    """
+    tensors = {
+        "embed_tokens.weight": target.embed_weight(),
+        "norm.weight": target.final_norm.weight,
+    }
+    if not target.tied:
+        tensors["lm_head.weight"] = target.head_weight()
+    plain = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+    files = {"tensors.safetensors": save(plain)}
+    with tempfile.TemporaryDirectory() as folder:
+        target.config.save_pretrained(folder)
+        target.generation_config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        for path in sorted(Path(folder).iterdir()):
+            files[path.name] = path.read_bytes()
+    source = target.checkpoint.folder()
+    for pattern in _LEGAL:
+        for path in sorted(source.glob(pattern)):
+            if path.is_file():
+                files[path.name] = path.read_bytes()
+    return files
+
+
+def run_info(target: Target) -> dict[str, str]:
+    """Return what explains the bytes of a pack: device, software, attention."""
+    import transformers
+
+    is_cuda = target.device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(target.device) if is_cuda else "cpu",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "attention": target.config._attn_implementation or "",
+        "compute_dtype": str(target.dtype).removeprefix("torch."),
+    }
