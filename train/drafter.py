@@ -12,6 +12,7 @@ Letters: T context tokens, N block rows, B block size, K captured layers, H hidd
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -98,7 +99,7 @@ class Attention(nn.Module):
         return norm_rope(x, weight, positions, theta=self.theta, eps=norm.eps)
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
-        return x.view(x.shape[0], -1, self.head_dim)
+        return x.view(x.shape[0], x.shape[1] // self.head_dim, self.head_dim)
 
 
 class Mlp(nn.Module):
@@ -261,9 +262,9 @@ class Drafter(nn.Module):
         assert len(positions) == new_features.shape[0], "features must fill the context to `start`"
         cache.append(self.context_pairs(new_features, positions))
         rows = block_embeddings.shape[0]
-        tables = build_tables(
-            torch.tensor([0]), torch.tensor([start]), block_size=rows, num_ctx=start
-        ).to(new_features.device)
+        tables = build_tables(np.array([0]), np.array([start]), block_size=rows, num_ctx=start).to(
+            new_features.device
+        )
         positions = torch.arange(start, start + rows, device=new_features.device)
         return self._blocks(block_embeddings, cache.pairs(), tables, positions)
 
