@@ -111,7 +111,7 @@ _COMMANDS = (
         "copy",
         "Copy a store, or part of it; run again to resume. Every byte is checked on the way.",
         "dflash-cache copy demo-out/cache /mnt/fast/cache --codec raw",
-        "dflash_offline.common.cache_edit:copy",
+        "dflash_offline.common.cache_copy:copy",
     ),
     (
         RemoveConfig,

@@ -6,9 +6,10 @@ and the SHA-256 of every file in the manifests.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import click
 import numpy as np
@@ -19,7 +20,7 @@ from dflash_offline.common.cache import Cache, open_cache
 from dflash_offline.common.cache_cli import VerifyConfig
 from dflash_offline.common.codecs import codec_named
 from dflash_offline.common.errors import DamagedStore, FoundProblems
-from dflash_offline.common.pack_index import read_indexes
+from dflash_offline.common.pack_index import damaged_indexes
 from dflash_offline.common.shards import BadShard, index_bytes, parse_index, read_chunk
 from dflash_offline.common.store import LOSS_MASK, TARGET, TOKENS, shard_key
 
@@ -69,10 +70,11 @@ def find_file_problems(cache: Cache, *, deep: bool) -> Iterator[str]:
     """Yield one line for each file outside the packs that is missing or damaged."""
     try:
         stated = cache.fixed_files()
-        read_indexes(cache.blobs)
     except DamagedStore as problem:
         yield str(problem)
         return
+    for key in damaged_indexes(cache.blobs):
+        yield f"{key}: does not match its own checksum"
     for key, digest in stated.items():
         # The target's tensors can be large; their bytes belong to the deep pass.
         if key.startswith(f"{TARGET}/") and not deep:
@@ -106,24 +108,42 @@ def _pack_problems(cache: Cache, pack: int, *, deep: bool) -> list[str]:
     for name, stated in arrays.items():
         key = shard_key(name, pack)
         try:
-            size = cache.blobs.size(key)
-            if size != stated["bytes"]:
-                raise BadShard(f"{size} bytes where {stated['bytes']} were written")
             if deep:
-                _check_shard(cache, name, cache.blobs.read(key), stated["crc32c"])
+                check_shard(cache, name, pack, cache.blobs.read(key), stated)
+            elif (size := cache.blobs.size(key)) != stated["bytes"]:
+                raise DamagedStore(
+                    f"pack {pack}, array {name} ({key}): {size} bytes where {stated['bytes']} "
+                    "were written"
+                )
         except FileNotFoundError:
             problems.append(f"pack {pack}, array {name} ({key}): missing")
-        except BadShard as problem:
-            problems.append(f"pack {pack}, array {name} ({key}): {problem}")
+        except DamagedStore as problem:
+            problems.append(str(problem))
     return problems
 
 
-def _check_shard(cache: Cache, name: str, content: bytes, crcs: list[int | None]) -> None:
-    """Check every byte of one shard.
+def check_shard(
+    cache: Cache, name: str, pack: int, content: bytes, stated: Mapping[str, Any]
+) -> None:
+    """Check every byte of one shard against its commit record.
+
+    Args:
+        stated: `bytes` and `crc32c` of the array, from the record.
 
     Raises:
-        BadShard: says what is wrong.
+        DamagedStore: names pack, array and what is wrong.
     """
+    try:
+        if len(content) != stated["bytes"]:
+            raise BadShard(f"{len(content)} bytes where {stated['bytes']} were written")
+        _check_content(cache, name, content, stated["crc32c"])
+    except BadShard as problem:
+        raise DamagedStore(f"pack {pack}, array {name} ({shard_key(name, pack)}): {problem}") from (
+            problem
+        )
+
+
+def _check_content(cache: Cache, name: str, content: bytes, crcs: list[int | None]) -> None:
     spec = cache.schema.arrays[name]
     tail = index_bytes(spec.num_chunks)
     index = parse_index(content[-tail:], spec.num_chunks)

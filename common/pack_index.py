@@ -65,14 +65,15 @@ def read_pack_index(blobs: Blobs, num_packs: int) -> PackIndex:
     return replace(index, packs=found)
 
 
-def read_indexes(blobs: Blobs) -> None:
-    """Read every index that was written, also those that no longer count.
-
-    Raises:
-        DamagedStore: one is not what was written.
-    """
+def damaged_indexes(blobs: Blobs) -> list[str]:
+    """Return the keys of all indexes, current or not, that are not what was written."""
+    damaged = []
     for number in range(_count_indexes(blobs)):
-        records.parse_index(blobs.read(index_key(number)), index_key(number))
+        try:
+            records.parse_index(blobs.read(index_key(number)), index_key(number))
+        except DamagedStore:
+            damaged.append(index_key(number))
+    return damaged
 
 
 def write_pack_index(blobs: Blobs, index: PackIndex, num_packs: int) -> PackIndex:

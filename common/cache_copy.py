@@ -1,0 +1,207 @@
+"""`dflash-cache copy`: a store, or part of it, somewhere else; run again to resume.
+
+Where nothing changes, objects are copied as they are. Another codec, fewer layers or fewer samples
+make a new store from what the old one decodes to. Records come last either way.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import click
+import numpy as np
+from rich.progress import track
+
+from dflash_offline.common.blobs import Blobs, blobs_at
+from dflash_offline.common.cache import Cache, Document, open_cache
+from dflash_offline.common.cache_cli import CopyConfig
+from dflash_offline.common.cache_verify import check_shard, find_file_problems
+from dflash_offline.common.errors import BadInput, DamagedStore
+from dflash_offline.common.identity import Identity
+from dflash_offline.common.pack_index import scan_records, write_pack_index
+from dflash_offline.common.store import (
+    FINAL,
+    GROUP_KEY,
+    TARGET,
+    Plan,
+    Schema,
+    commit_key,
+    count_plans,
+    exists,
+    manifest_key,
+    shard_key,
+)
+from dflash_offline.common.store_writer import Store, own
+from dflash_offline.common.where import select
+
+_COPY_BYTES = 16 << 20
+
+
+def copy(config: CopyConfig) -> None:
+    """Copy a store.
+
+    Raises:
+        BadInput: the destination holds something else.
+        DamagedStore: a byte of the source is not what was written.
+    """
+    cache = open_cache(config.source, partial=True)
+    if config.codec is None and config.layers is None and config.where is None:
+        count = _copy_objects(cache, config.destination)
+    else:
+        count = _copy_content(cache, config)
+    click.echo(f"{config.destination}: {count} packs, every byte checked")
+
+
+def _copy_objects(cache: Cache, destination: str) -> int:
+    blobs = blobs_at(destination)
+    fixed = [*cache.fixed_files(), *(manifest_key(n) for n in range(count_plans(cache.blobs)))]
+    _refuse_other_content(cache.blobs, blobs)
+    # The root makes the destination a store that can be owned; it must be there first.
+    fixed.sort(key=lambda key: key != GROUP_KEY)
+    _copy_object(cache.blobs, blobs, fixed[0])
+    with own(destination):
+        for key in fixed[1:]:
+            _copy_object(cache.blobs, blobs, key)
+        for pack in track(cache.packs, "copy", transient=True):
+            if exists(blobs, commit_key(pack)):
+                continue
+            for name, stated in cache.record(pack)["arrays"].items():
+                key = shard_key(name, pack)
+                content = cache.blobs.read(key)
+                check_shard(cache, name, pack, content, stated)
+                if exists(blobs, key):
+                    blobs.delete(key)
+                blobs.create(key, [content])
+            _copy_object(cache.blobs, blobs, commit_key(pack))
+        index, _ = scan_records(blobs)
+        write_pack_index(blobs, index, cache.plan.num_packs)
+    problems = list(find_file_problems(Cache(blobs), deep=True))
+    if problems:
+        raise DamagedStore(f"{destination}: {'; '.join(problems)}")
+    return len(cache.packs)
+
+
+def _refuse_other_content(source: Blobs, destination: Blobs) -> None:
+    if exists(destination, GROUP_KEY):
+        if destination.read(GROUP_KEY) != source.read(GROUP_KEY):
+            raise BadInput(
+                f"DST {destination.url} holds another store than {source.url}; give a new folder"
+            )
+    elif destination.list(""):
+        raise BadInput(f"DST {destination.url} is not empty and holds no store; give a new folder")
+
+
+def _copy_object(source: Blobs, destination: Blobs, key: str) -> None:
+    if exists(destination, key):
+        return
+    size = source.size(key)
+    destination.create(
+        key,
+        (
+            source.read_range(key, offset, min(_COPY_BYTES, size - offset))
+            for offset in range(0, size, _COPY_BYTES)
+        ),
+    )
+
+
+def _copy_content(cache: Cache, config: CopyConfig) -> int:
+    """Make a new store from decoded documents."""
+    layers = _wanted_layers(cache, config.layers)
+    schema = replace(cache.schema, layers=layers, codec=config.codec or cache.schema.codec)
+    chosen = _wanted_samples(cache, config.where)
+    plan, groups = _smaller_plan(cache.plan, chosen)
+    documents = [d for group in groups for d in _tokens_of(cache, group)]
+    with Store.create_or_resume(
+        config.destination,
+        schema=schema,
+        identity=_changed_identity(cache, schema, config.where),
+        plan=plan,
+        tokens=[document.tokens for document in documents],
+        masks=[document.loss_mask for document in documents],
+        target_files=_target_files(cache),
+        options={**cache.options, "copied_from": config.source},
+    ) as store:
+        todo = sorted(set(range(plan.num_packs)) - store.committed)
+        for pack in track(todo, "copy", transient=True):
+            documents = cache.read_many(groups[pack], layers)
+            features = np.concatenate([d.features for d in documents], axis=1)
+            finals = [d.final for d in documents if d.final is not None]
+            has_final = FINAL in schema.state_arrays
+            store.commit_pack(pack, features, np.concatenate(finals) if has_final else None)
+    return plan.num_packs
+
+
+def _wanted_layers(cache: Cache, layers: str | None) -> tuple[int, ...]:
+    if layers is None:
+        return cache.schema.layers
+    try:
+        wanted = tuple(int(part) for part in layers.split(","))
+    except ValueError:
+        raise BadInput(f"--layers {layers} is no list of numbers; write 1,9,17") from None
+    missing = [layer for layer in wanted if layer not in cache.schema.layers]
+    if missing:
+        held = ",".join(map(str, cache.schema.layers))
+        raise BadInput(f"--layers {layers} asks for {missing[0]}; the store holds {held}")
+    return wanted
+
+
+def _wanted_samples(cache: Cache, where: str | None) -> list[int]:
+    if where is None:
+        return cache.samples
+    meets = select(cache.plan, where)
+    chosen = [index for index in cache.samples if meets[index]]
+    if not chosen:
+        raise BadInput(f"--where {where!r} meets none of {len(cache.samples)} samples; loosen it")
+    return chosen
+
+
+def _smaller_plan(plan: Plan, chosen: Sequence[int]) -> tuple[Plan, list[list[int]]]:
+    """Return the plan of the chosen samples, and the old sample indices of each new pack.
+
+    Packs stay together and in order; those that lose every sample are gone.
+    """
+    old_packs = sorted({plan.samples[index].pack for index in chosen})
+    groups = [
+        [i for i in members if i in set(chosen)]
+        for members in (plan.pack_samples()[pack] for pack in old_packs)
+    ]
+    samples = []
+    for pack, group in enumerate(groups):
+        start = 0
+        for index in group:
+            sample = plan.samples[index]
+            samples.append(replace(sample, pack=pack, start=start))
+            start += sample.length
+    firsts = np.cumsum([0, *map(len, groups)])
+    smaller = Plan(
+        samples=samples,
+        batches=[[list(range(a, b))] for a, b in itertools.pairwise(firsts)],
+        num_packs=len(groups),
+        num_held_out_packs=len({s.pack for s in samples if s.held_out}),
+        unit_packs=1,
+        report={**plan.report, "kept_by_copy": len(samples)},
+    )
+    return smaller, groups
+
+
+def _tokens_of(cache: Cache, group: Sequence[int]) -> list[Document]:
+    # One layer suffices for tokens and masks; the states are read again pack by pack.
+    return cache.read_many(group, cache.schema.layers[:1])
+
+
+def _changed_identity(cache: Cache, schema: Schema, where: str | None) -> Identity:
+    old = cache.identity
+    layers = ",".join(map(str, schema.layers))
+    return Identity(
+        target={**old.target, "layers": layers},
+        store={**old.store, "codec": schema.codec},
+        plan={**old.plan, "where": where},
+    )
+
+
+def _target_files(cache: Cache) -> dict[str, Any]:
+    folder = cache.target_path()
+    prefix = f"{TARGET}/"
+    keys = [key for key in cache.fixed_files() if key.startswith(prefix)]
+    return {key.removeprefix(prefix): folder / key.removeprefix(prefix) for key in keys}

@@ -1,0 +1,165 @@
+"""`dflash-cache repair` and `rm`: what is given up leaves the index first and the disk afterwards,
+so that a crash in between changes nothing that a reader sees.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import click
+import numpy as np
+from rich.progress import track
+
+from dflash_offline.common.blobs import Blobs, is_temporary
+from dflash_offline.common.cache import Cache, open_cache
+from dflash_offline.common.cache_cli import RemoveConfig, RepairConfig
+from dflash_offline.common.cache_verify import broken_packs, check_shard, find_file_problems
+from dflash_offline.common.errors import DamagedStore, FoundProblems
+from dflash_offline.common.pack_index import damaged_indexes, scan_records, write_pack_index
+from dflash_offline.common.store import (
+    COMMIT,
+    FINAL,
+    LOSS_MASK,
+    TOKENS,
+    Schema,
+    commit_key,
+    exists,
+    index_key,
+    read_plan,
+    shard_key,
+)
+from dflash_offline.common.store_writer import Store, own
+from dflash_offline.common.where import select
+
+
+def repair(config: RepairConfig) -> None:
+    """Give up broken packs and delete leftovers; extraction then redoes just those.
+
+    Raises:
+        FoundProblems: a file that no run writes again is damaged.
+    """
+    with own(config.url) as (blobs, header):
+        index, unreadable = scan_records(blobs)
+        cache = Cache(blobs, index=index)
+        broken = broken_packs(cache)
+        if config.retry_quarantined:
+            bad = {pack for pack, (_, members) in index.packs.items() if members}
+            broken |= dict.fromkeys(bad - set(broken), "holds quarantined samples")
+        for pack, reason in sorted(broken.items()):
+            click.echo(f"pack {pack} given up: {reason}")
+        for key in unreadable:
+            click.echo(f"{key} given up: not a readable record")
+        kept = index.without(set(broken))
+        written = write_pack_index(blobs, kept, cache.plan.num_packs)
+        for key in damaged_indexes(blobs):
+            # Their numbers have no gaps, so a damaged one is replaced, not deleted.
+            blobs.replace(key, blobs.read(index_key(written.number - 1)))
+        _delete_all(blobs, [*unreadable, *_damaged_tokens(cache, set(broken))])
+        removed = _delete_leftovers(blobs, header.schema, set(kept.packs))
+        click.echo(
+            f"{config.url}: {len(kept.packs)} packs kept, {len(broken)} given up, "
+            f"{removed} leftover objects deleted; dflash-extract computes what is missing"
+        )
+        beyond = list(find_file_problems(cache, deep=True))
+    if beyond:
+        raise FoundProblems(
+            f"{'; '.join(beyond)}: not made again by a rerun; take these files from a copy of the "
+            "store, or extract anew"
+        )
+
+
+def _damaged_tokens(cache: Cache, packs: set[int]) -> list[str]:
+    """Return the token shards of some packs that are not what the plan says."""
+    _, token_files = read_plan(cache.blobs, batches=False)
+    damaged = []
+    for pack in packs:
+        for name, stated in token_files[pack].items():
+            try:
+                check_shard(cache, name, pack, cache.blobs.read(shard_key(name, pack)), stated)
+            except (DamagedStore, FileNotFoundError):
+                damaged.append(shard_key(name, pack))
+    return damaged
+
+
+def _delete_leftovers(blobs: Blobs, schema: Schema, packs: set[int]) -> int:
+    """Delete temporary files, and shards and records of packs that do not exist."""
+    kept = {shard_key(name, pack) for name in schema.state_arrays for pack in packs}
+    kept |= {commit_key(pack) for pack in packs}
+    folders = (*(f"{name}/c" for name in schema.state_arrays), COMMIT)
+    gone = [key for folder in folders for key in blobs.list(folder) if key not in kept]
+    gone += [key for name in (TOKENS, LOSS_MASK) for key in blobs.list(name) if is_temporary(key)]
+    return _delete_all(blobs, gone)
+
+
+def _delete_all(blobs: Blobs, keys: Iterable[str]) -> int:
+    count = 0
+    for key in keys:
+        if exists(blobs, key):
+            blobs.delete(key)
+            count += 1
+    return count
+
+
+def remove(config: RemoveConfig) -> None:
+    """Remove a store, or the states and tokens of the samples that meet a condition."""
+    if config.where is None:
+        _remove_store(config)
+        return
+    cache = open_cache(config.url, partial=True)
+    chosen = np.flatnonzero(select(cache.plan, config.where)).tolist()
+    chosen = sorted(set(chosen) & set(cache.samples))
+    packs = sorted({cache.plan.samples[index].pack for index in chosen})
+    question = f"Remove {len(chosen)} samples, rewriting {len(packs)} packs of {config.url}?"
+    if not chosen or not (config.yes or click.confirm(question)):
+        click.echo("nothing removed")
+        return
+    with Store.open(config.url) as store:
+        for pack in track(packs, "rewrite", transient=True):
+            _rewrite_without(store, cache, pack, set(chosen))
+    click.echo(f"{len(chosen)} samples removed from {len(packs)} packs of {config.url}")
+
+
+def _rewrite_without(store: Store, cache: Cache, pack: int, gone: set[int]) -> None:
+    """Commit a pack again with zeros where the removed samples were."""
+    members = store.pack_samples(pack)
+    readable = [index for index in members if index in cache.samples and index not in gone]
+    documents = {d.index: d for d in cache.read_many(readable)} if readable else {}
+    features, final = _lay_out(cache, members, documents)
+    reasons = {i: cache.record(pack)["quarantined"].get(i, "removed") for i in members}
+    tokens, masks = (
+        {i: getattr(d, name) for i, d in documents.items()} for name in ("tokens", "loss_mask")
+    )
+    store.drop_packs({pack})
+    store.rewrite_tokens(pack, tokens, masks)
+    store.commit_pack(
+        pack, features, final, quarantined={i: r for i, r in reasons.items() if i not in documents}
+    )
+
+
+def _lay_out(
+    cache: Cache, members: list[int], documents: dict[int, Any]
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return states [K, tokens, H] and [tokens, H] of a pack; zeros where a document is missing."""
+    schema = cache.schema
+    lengths = [cache.plan.samples[index].length for index in members]
+    features = np.zeros((len(schema.layers), sum(lengths), schema.hidden), np.uint16)
+    final = np.zeros(features.shape[1:], np.uint16) if FINAL in schema.state_arrays else None
+    start = 0
+    for index, length in zip(members, lengths, strict=True):
+        if index in documents:
+            features[:, start : start + length] = documents[index].features
+            if final is not None:
+                final[start : start + length] = documents[index].final
+        start += length
+    return features, final
+
+
+def _remove_store(config: RemoveConfig) -> None:
+    with own(config.url) as (blobs, _header):
+        keys = blobs.list("")
+        if not (config.yes or click.confirm(f"Delete {len(keys)} objects of {config.url}?")):
+            click.echo("nothing removed")
+            return
+        # Records and indexes first: from then on nothing exists for a reader.
+        first = [key for key in keys if key.startswith((f"{COMMIT}/", index_key(0)[:-1]))]
+        _delete_all(blobs, [*first, *(key for key in keys if key not in first)])
+    click.echo(f"{config.url} removed")

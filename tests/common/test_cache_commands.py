@@ -1,0 +1,238 @@
+"""dflash-cache as a user runs it: exit codes, what it prints, what it changes."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dflash_offline.common.cache import open_cache
+from dflash_offline.common.cache_cli import main
+from dflash_offline.common.options import exit_code_of
+from dflash_offline.common.store import (
+    FEATURES,
+    LOSS_MASK,
+    TOKENS,
+    commit_key,
+    index_key,
+    shard_key,
+)
+
+
+def run(*args: str) -> int:
+    return exit_code_of(main.cli, [str(arg) for arg in args])
+
+
+def flip(path: Path, place: int = 100) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 4
+    path.write_bytes(content)
+
+
+def all_states(url: str) -> dict[str, np.ndarray]:
+    cache = open_cache(url)
+    return {document.id: document.features for document in cache.read_many(cache.samples)}
+
+
+def test_info(small_store, capsys):
+    url, corpus = small_store
+    assert run("info", url) == 0
+    text = capsys.readouterr().out
+    assert "4 of 4 committed" in text
+    assert "322 (" in text
+    assert run("info", "--json", url) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["samples"] == 6
+    assert summary["held_out_samples"] == 1
+    assert summary["tokens"] == sum(map(len, corpus.tokens))
+    assert sum(summary["lengths"]["counts"]) == 6
+    assert summary["states_bytes_bf16"] == summary["tokens"] * 2 * 2 * 64
+    assert summary["sources"][0]["supervised"] == "85.1%"
+
+
+def test_verify_finds_every_kind_of_damage(small_store, capsys):
+    url, _ = small_store
+    root = Path(url)
+    assert run("verify", url) == 0
+    assert run("verify", "--deep", url) == 0
+    capsys.readouterr()
+    gap = (root / shard_key(FEATURES, 1)).read_bytes()
+    end = gap.rstrip(b"\0")
+    for key, place, says in (
+        (shard_key(FEATURES, 0), 70, f"pack 0, array features ({shard_key(FEATURES, 0)})"),
+        (shard_key(FEATURES, 1), 16384 + 1000, "lie in no chunk and are not zero"),
+        (shard_key(TOKENS, 2), 9, "pack 2, array tokens"),
+        (shard_key(LOSS_MASK, 2), 9, "pack 2, array loss_mask"),
+        ("target/config.json", 30, "target/config.json: differs from the manifest"),
+        ("features/zarr.json", 30, "features/zarr.json: differs from the manifest"),
+    ):
+        good = (root / key).read_bytes()
+        flip(root / key, place)
+        assert run("verify", "--deep", url) == 1, key
+        assert says in capsys.readouterr().out, key
+        (root / key).write_bytes(good)
+    for key in (commit_key(3), "manifest.json", index_key(0), "plan/0/plan.json"):
+        good = (root / key).read_bytes()
+        flip(root / key, 20)
+        assert run("verify", url) == 1, key
+        streams = capsys.readouterr()
+        assert key.rpartition("/")[2] in streams.out + streams.err, key
+        (root / key).write_bytes(good)
+    (root / shard_key(FEATURES, 3)).unlink()
+    assert run("verify", url) == 1
+    assert "array features (features/c/3/0/0/0): missing" in capsys.readouterr().out
+    assert end
+
+
+def test_verify_refuses_states_that_are_not_finite(tmp_path, corpus_maker, capsys):
+    corpus = corpus_maker()
+    corpus.features[2][1, 3, 5] = 0x7FC0
+    corpus.tokens[4][2] = 97
+    with corpus.open(tmp_path / "s") as store:
+        corpus.commit(store)
+    assert run("verify", tmp_path / "s") == 0
+    assert run("verify", "--deep", tmp_path / "s") == 1
+    text = capsys.readouterr().out
+    assert "holds 1 states that are not finite" in text
+    assert "token ids outside 0 to 96" in text
+
+
+def test_repair_gives_up_what_is_broken_and_no_more(small_store, capsys):
+    url, corpus = small_store
+    before = all_states(url)
+    flip(Path(url) / shard_key(FEATURES, 1))
+    flip(Path(url) / commit_key(3), 30)
+    (Path(url) / "features/c/2/0/0/.tmp-dead").write_bytes(b"x")
+    assert run("repair", url) == 0
+    text = capsys.readouterr().out
+    assert "pack 1 given up" in text
+    assert f"{commit_key(3)} given up" in text
+    assert open_cache(url, partial=True).packs == [0, 2]
+    assert not list(Path(url).rglob(".tmp-*"))
+    # The next extraction redoes just that.
+    with corpus.open(Path(url)) as store:
+        assert store.committed == {0, 2}
+        corpus.commit(store, [1, 3])
+    for name, states in all_states(url).items():
+        np.testing.assert_array_equal(states, before[name])
+    assert run("verify", "--deep", url) == 0
+
+
+def test_repair_restores_token_shards_from_the_corpus(small_store):
+    url, corpus = small_store
+    flip(Path(url) / shard_key(TOKENS, 1), 9)
+    assert run("repair", url) == 0
+    assert not (Path(url) / shard_key(TOKENS, 1)).exists()
+    with corpus.open(Path(url)) as store:
+        corpus.commit(store, [1])
+    assert run("verify", "--deep", url) == 0
+
+
+def test_repair_says_what_it_cannot_mend(small_store, capsys):
+    url, _ = small_store
+    flip(Path(url) / "target/config.json", 30)
+    assert run("repair", url) == 1
+    assert "target/config.json: differs" in capsys.readouterr().err
+
+
+def test_repair_retries_quarantined(tmp_path, corpus_maker):
+    corpus = corpus_maker()
+    with corpus.open(tmp_path / "s") as store:
+        corpus.commit(store, [1, 2, 3])
+        features = np.concatenate([corpus.features[i] for i in store.pack_samples(0)], axis=1)
+        store.commit_pack(0, features, quarantined={1: "not finite"})
+    assert run("repair", tmp_path / "s") == 0
+    assert open_cache(str(tmp_path / "s")).num_quarantined == 1
+    assert run("repair", "--retry-quarantined", tmp_path / "s") == 0
+    assert open_cache(str(tmp_path / "s"), partial=True).packs == [1, 2, 3]
+
+
+@pytest.mark.parametrize("damage", ["index", "record of a pack that the index holds"])
+def test_repair_of_index_and_record(small_store, damage):
+    url, _ = small_store
+    flip(Path(url) / (index_key(0) if damage == "index" else commit_key(2)), 20)
+    assert run("repair", url) == 0
+    expected = [0, 1, 2, 3] if damage == "index" else [0, 1, 3]
+    assert open_cache(url, partial=True).packs == expected
+
+
+def test_copy_of_everything(small_store, tmp_path):
+    url, _ = small_store
+    assert run("copy", url, tmp_path / "copy") == 0
+    for name, states in all_states(str(tmp_path / "copy")).items():
+        np.testing.assert_array_equal(states, all_states(url)[name])
+    # An interrupted copy goes on where it stopped.
+    (tmp_path / "copy" / commit_key(2)).unlink()
+    (tmp_path / "copy" / index_key(0)).unlink()
+    untouched = (tmp_path / "copy" / shard_key(FEATURES, 0)).stat().st_mtime_ns
+    assert run("copy", url, tmp_path / "copy") == 0
+    assert (tmp_path / "copy" / shard_key(FEATURES, 0)).stat().st_mtime_ns == untouched
+    assert run("verify", "--deep", tmp_path / "copy") == 0
+
+
+def test_copy_of_a_part(tmp_path, corpus_maker):
+    corpus = corpus_maker(teacher="final")
+    with corpus.open(tmp_path / "s") as store:
+        corpus.commit(store)
+    where = "length > 30 and length != 70"
+    args = ("--codec", "lossless", "--layers", "3", "--where", where)
+    assert run("copy", tmp_path / "s", tmp_path / "part", *args) == 0
+    cache = open_cache(str(tmp_path / "part"))
+    assert cache.schema.codec == "lossless"
+    documents = {d.id: d for d in cache.read_many(cache.samples)}
+    assert sorted(documents) == ["test:0", "test:3", "test:4", "test:5"]
+    for document in documents.values():
+        index = int(document.id.partition(":")[2])
+        np.testing.assert_array_equal(document.features, corpus.features[index][1:])
+        np.testing.assert_array_equal(document.final, corpus.final[index])
+        np.testing.assert_array_equal(document.tokens, corpus.tokens[index])
+    assert run("verify", "--deep", tmp_path / "part") == 0
+
+
+def test_copy_refuses_damage_and_strangers(small_store, tmp_path, corpus_maker, capsys):
+    url, _ = small_store
+    (tmp_path / "strange").mkdir()
+    (tmp_path / "strange" / "letter.txt").write_text("hello")
+    assert run("copy", url, tmp_path / "strange") == 2
+    with corpus_maker(seed=5).open(tmp_path / "other"):
+        pass
+    assert run("copy", url, tmp_path / "other") == 2
+    assert "holds another store" in capsys.readouterr().err
+    assert run("copy", url, tmp_path / "c", "--layers", "2") == 2
+    assert run("copy", url, tmp_path / "c", "--where", "length > 1000") == 2
+    assert not (tmp_path / "c").exists()
+    flip(Path(url) / shard_key(FEATURES, 1))
+    assert run("copy", url, tmp_path / "c") == 1
+    assert "pack 1, array features" in capsys.readouterr().err
+
+
+def test_rm_of_samples(small_store):
+    url, corpus = small_store
+    assert run("rm", url, "--yes", "--where", 'id in ["test:1", "test:2"]') == 0
+    cache = open_cache(url)
+    assert [cache.plan.samples[i].id for i in cache.samples] == [
+        "test:0",
+        "test:3",
+        "test:4",
+        "test:5",
+    ]
+    np.testing.assert_array_equal(cache["test:0"].features, corpus.features[0])
+    raw = b"".join(p.read_bytes() for p in Path(url).rglob("c/*/*") if p.is_file())
+    raw += b"".join(p.read_bytes() for p in Path(url).glob("*/c/*/0/0/0"))
+    for index in (1, 2):
+        assert corpus.features[index][0, 3].tobytes() not in raw
+        assert corpus.tokens[index].tobytes() not in raw
+    assert corpus.tokens[3].tobytes() in raw
+    assert run("verify", "--deep", url) == 0
+
+
+def test_rm_of_a_store(small_store):
+    url, _ = small_store
+    assert run("rm", url, "--yes") == 0
+    assert run("info", url) == 2
+
+
+def test_damaged_or_missing_address(tmp_path, capsys):
+    for command in ("info", "verify", "repair", "rm"):
+        assert run(command, tmp_path / "none") == 2
+        assert capsys.readouterr().err.count("\n") == 1
