@@ -1,28 +1,34 @@
 """Objects under one address: create-only writes, ranged reads, listing. Here: a local folder.
 
-A write is atomic and durable: a temporary file, fsync, a hard link that fails when the name exists,
-and fsync of the folder.
+A local write is atomic and durable: a temporary file, fsync, a hard link that fails when the name
+exists, and fsync of the folder. Object storage is in common/object_blobs.py and s3_blobs.py.
 """
 
 import errno
+import json
 import os
 import shutil
-import threading
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from dflash_offline.common import direct_io
+from dflash_offline.common.direct_io import write_durably
 from dflash_offline.common.errors import BadInput, Stopped
 
 _TEMPORARY = ".tmp-"
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+UPLOAD_AGE_S = 3600.0
 
 
 class Blobs(Protocol):
     """What the store needs from storage; keys are relative and use `/`."""
 
-    url: str
+    url: str  # for messages, without credentials
+    parallel: int  # operations in flight that pay
+    rereads: int  # how often wrong bytes are asked for again; 0 where no network can garble them
 
     def read(self, key: str) -> bytes:
         """Return a whole object; raises `FileNotFoundError`."""
@@ -32,16 +38,31 @@ class Blobs(Protocol):
         """Return bytes from `offset` (from the end when negative); fewer where it ends."""
         ...
 
+    def read_into(self, key: str, offset: int, *buffers: memoryview) -> int:
+        """Fill buffers one after another from `offset`; returns the bytes read, fewer at the end.
+
+        Page-aligned buffers, page-locked memory for one, are filled without a copy where storage
+        allows it.
+        """
+        ...
+
     def size(self, key: str) -> int:
         """Return an object's size in bytes; raises `FileNotFoundError`."""
         ...
 
     def create(self, key: str, parts: Iterable[memoryview | bytes]) -> int:
-        """Write a new object whole or not at all; raises `FileExistsError`. Returns its size."""
+        """Write a new object whole or not at all; raises `FileExistsError`. Returns its size.
+
+        Parts must stay as they are until it returns.
+        """
         ...
 
-    def replace(self, key: str, content: bytes) -> None:
-        """Replace an object whole or not at all; only the owner of a store does it."""
+    def replace(self, key: str, content: bytes, *, expected: bytes | None = None) -> None:
+        """Replace an object whole or not at all; only the owner of a store does it.
+
+        Raises:
+            FileExistsError: the object is not as `expected`.
+        """
         ...
 
     def list(self, prefix: str) -> list[str]:
@@ -49,63 +70,94 @@ class Blobs(Protocol):
         ...
 
     def delete(self, key: str) -> None:
-        """Remove an object; raises `FileNotFoundError`."""
+        """Remove an object; may raise `FileNotFoundError`."""
+        ...
+
+    def forget(self, key: str) -> None:
+        """Drop what is remembered of an object, before wrong bytes are read again."""
+        ...
+
+    def expect(self, num_bytes: int) -> None:
+        """Say how much will be read over and over, so that caching can be judged."""
         ...
 
     def free_bytes(self) -> int | None:
         """Return the room left, or `None` where storage has no such limit."""
         ...
 
+    def probe(self) -> str | None:
+        """Try create-only writes; returns what is lost where storage does not keep to them."""
+        ...
+
+    def drop_stale_uploads(self, older_than_s: float = UPLOAD_AGE_S) -> Sequence[str]:
+        """Abort unfinished uploads under this address; returns their keys."""
+        ...
+
 
 class LocalBlobs:
     """A folder of the local file system."""
 
+    rereads = 0
+
     def __init__(self, root: Path) -> None:
         self.root = root
         self.url = str(root)
+        self.parallel = min(4, os.cpu_count() or 1)
+        self.reads_direct = False
+        self._has_links = True
 
     def read(self, key: str) -> bytes:
         return (self.root / key).read_bytes()
 
     def read_range(self, key: str, offset: int, length: int) -> bytes:
-        descriptor = os.open(self.root / key, os.O_RDONLY)
-        try:
-            if offset < 0:
-                offset = max(0, os.fstat(descriptor).st_size + offset)
-            # One pread returns at most 2 GiB.
-            pieces = []
-            while length > 0:
-                piece = os.pread(descriptor, length, offset)
-                if not piece:
-                    break
-                pieces.append(piece)
-                offset, length = offset + len(piece), length - len(piece)
-            return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        finally:
-            os.close(descriptor)
+        path = self.root / key
+        if offset < 0:
+            offset = max(0, path.stat().st_size + offset)
+        content = bytearray(length)
+        count = direct_io.read_into(path, offset, [memoryview(content)], direct=False)
+        return bytes(content[:count])
+
+    def read_into(self, key: str, offset: int, *buffers: memoryview) -> int:
+        return direct_io.read_into(self.root / key, offset, buffers, direct=self.reads_direct)
 
     def size(self, key: str) -> int:
         return (self.root / key).stat().st_size
 
     def create(self, key: str, parts: Iterable[memoryview | bytes]) -> int:
         path = self.root / key
-        path.parent.mkdir(parents=True, exist_ok=True)
+        with _room_or_stopped(self.url):
+            path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.parent / f"{_TEMPORARY}{uuid.uuid4().hex}"
         try:
             with _room_or_stopped(self.url):
-                num_bytes = _write_durably(temporary, parts)
-                os.link(temporary, path)
+                num_bytes = write_durably(temporary, parts)
+                self._publish(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
         _sync_folder(path.parent)
         return num_bytes
 
-    def replace(self, key: str, content: bytes) -> None:
+    def _publish(self, temporary: Path, path: Path) -> None:
+        if self._has_links:
+            try:
+                os.link(temporary, path)
+                return
+            except OSError as problem:
+                if problem.errno not in _NO_LINKS:
+                    raise
+                self._has_links = False
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        temporary.rename(path)
+
+    def replace(self, key: str, content: bytes, *, expected: bytes | None = None) -> None:
         path = self.root / key
+        if expected is not None and path.read_bytes() != expected:
+            raise FileExistsError(errno.EEXIST, "changed by another process", str(path))
         temporary = path.parent / f"{_TEMPORARY}{uuid.uuid4().hex}"
         try:
             with _room_or_stopped(self.url):
-                _write_durably(temporary, [content])
+                write_durably(temporary, [content])
                 temporary.rename(path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -121,11 +173,34 @@ class LocalBlobs:
     def delete(self, key: str) -> None:
         (self.root / key).unlink()
 
+    def forget(self, key: str) -> None:
+        pass
+
+    def expect(self, num_bytes: int) -> None:
+        """Read past the page cache when it cannot hold half of what will be read."""
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        self.reads_direct = num_bytes > memory // 2
+
     def free_bytes(self) -> int:
         folder = self.root
         while not folder.exists():
             folder = folder.parent
         return shutil.disk_usage(folder).free
+
+    def probe(self) -> str | None:
+        key = probe_key()
+        self.create(key, [b"probe"])
+        self.delete(key)
+        if self._has_links:
+            return None
+        return (
+            f"{self.url} is on a file system without hard links, so create-only writes are only "
+            "checked, not enforced: two runs that write this store at once can overwrite each "
+            "other's packs; never start a second one"
+        )
+
+    def drop_stale_uploads(self, older_than_s: float = UPLOAD_AGE_S) -> Sequence[str]:
+        return []
 
 
 def is_temporary(key: str) -> bool:
@@ -133,18 +208,54 @@ def is_temporary(key: str) -> bool:
     return key.rpartition("/")[2].startswith(_TEMPORARY)
 
 
-def blobs_at(url: str) -> Blobs:
-    """Return the storage behind a folder or a `file://` address.
+def probe_key() -> str:
+    """Return a new key for a trial write; what a crash leaves of it counts as temporary."""
+    return f"{_TEMPORARY}probe-{uuid.uuid4().hex}"
+
+
+def blobs_at(url: str, storage_options: Sequence[str] = ()) -> Blobs:
+    """Return the storage behind a folder or any fsspec address.
+
+    Args:
+        url: a folder, `file://…`, `s3://bucket/prefix`, or another scheme that fsspec knows.
+        storage_options: `KEY=VALUE` each, for the file system: `endpoint_url=http://…`, `key=…`,
+            `secret=…`, `profile=…`. For s3, `client=s3fs` keeps obstore out. Values are JSON where
+            they can be, text otherwise.
 
     Raises:
-        BadInput: the scheme is not supported.
+        BadInput: the scheme is unknown, its package is not installed, or an option is malformed.
     """
     scheme, separator, rest = url.partition("://")
-    if not separator:
-        return LocalBlobs(Path(url).expanduser())
-    if scheme == "file":
-        return LocalBlobs(Path(rest))
-    raise BadInput(f"{url} has the scheme {scheme}; only local folders are supported")
+    options = parse_storage_options(storage_options)
+    if not separator or scheme == "file":
+        return LocalBlobs(Path(rest if separator else url).expanduser())
+    if scheme in ("s3", "s3a"):
+        from dflash_offline.common.s3_blobs import S3Blobs
+
+        return S3Blobs(url, options)
+    from dflash_offline.common.object_blobs import ObjectBlobs
+
+    return ObjectBlobs(url, options)
+
+
+def parse_storage_options(pairs: Sequence[str]) -> dict[str, Any]:
+    """Return `KEY=VALUE` pairs as a mapping.
+
+    Raises:
+        BadInput: a pair has no `=`; the message shows no value, since it may be a secret.
+    """
+    options = {}
+    for pair in pairs:
+        name, separator, value = pair.partition("=")
+        if not (separator and name):
+            raise BadInput("--storage-option takes KEY=VALUE, and one of those given has no '='")
+        try:
+            options[name] = json.loads(value)
+        except ValueError:
+            options[name] = value
+        if name in ("key", "secret", "token"):
+            options[name] = value
+    return options
 
 
 @contextmanager
@@ -160,64 +271,9 @@ def _room_or_stopped(url: str) -> Iterator[None]:
         ) from problem
 
 
-def _write_durably(path: Path, parts: Iterable[memoryview | bytes]) -> int:
-    num_bytes = 0
-    with path.open("xb", buffering=0) as file:
-        for part in parts:
-            rest = memoryview(part).cast("B")
-            while len(rest):
-                written = file.write(rest)
-                rest = rest[written:]
-                num_bytes += written
-        os.fsync(file.fileno())
-    return num_bytes
-
-
 def _sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-class LocalLock:
-    """Ownership of a store on the local file system: `flock` on `<root>/.owner`.
-
-    The kernel drops it with the process, so a rerun after a crash takes over at once.
-    """
-
-    def __init__(self, root: Path) -> None:
-        self.path = root / ".owner"
-        self._descriptor: int | None = None
-        self._guard = threading.Lock()
-
-    def acquire(self, description: str) -> None:
-        """Take ownership.
-
-        Raises:
-            BadInput: another live run owns the store; names it.
-        """
-        import fcntl
-
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.read(descriptor, 4096).decode(errors="replace").strip()
-            os.close(descriptor)
-            raise BadInput(
-                f"--out {self.path.parent} is being written by another live run ({owner}); "
-                "wait for it, stop it, or use another --out"
-            ) from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, description.encode(), 0)
-        self._descriptor = descriptor
-
-    def release(self) -> None:
-        """Give ownership back; harmless when it was never taken."""
-        with self._guard:
-            if self._descriptor is not None:
-                os.close(self._descriptor)
-                self._descriptor = None

@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from dflash_offline.common.blobs import Blobs
+from dflash_offline.common.blobs import Blobs, is_temporary
 from dflash_offline.common.errors import BadInput
 from dflash_offline.common.identity import APPEND, RESUME, Identity, compare
+from dflash_offline.common.lease import is_owner_key
 from dflash_offline.common.store import (
     LOGS,
     MANIFEST_KEY,
@@ -26,7 +27,7 @@ def has_plan(blobs: Blobs, identity: Identity, *, append: bool) -> bool:
     """
     header = read_header(blobs, required=False)
     if header is None:
-        strangers = [k for k in blobs.list("") if not k.startswith(f"{LOGS}/") and k != ".owner"]
+        strangers = [key for key in blobs.list("") if not _is_beside_a_store(key)]
         if strangers:
             raise BadInput(
                 f"--out {blobs.url} is not empty and holds no store (it has {strangers[0]}); "
@@ -42,6 +43,10 @@ def has_plan(blobs: Blobs, identity: Identity, *, append: bool) -> bool:
     if not append:
         compare(header.identity, identity, kinds=RESUME, where=where)
     return False
+
+
+def _is_beside_a_store(key: str) -> bool:
+    return key.startswith(f"{LOGS}/") or is_owner_key(key) or is_temporary(key)
 
 
 def refuse_small_disk(blobs: Blobs, states: int, files: Mapping[str, bytes | Path]) -> None:

@@ -5,9 +5,6 @@ each create-only, and then its record, which alone makes it exist. Letters: K ca
 T tokens of a pack, H hidden.
 """
 
-import os
-import platform
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from dflash_offline.common import records
-from dflash_offline.common.blobs import Blobs, LocalBlobs, LocalLock, blobs_at
+from dflash_offline.common.blobs import Blobs, blobs_at
 from dflash_offline.common.cache import read_flat
 from dflash_offline.common.codecs import codec_named
 from dflash_offline.common.errors import BadInput
 from dflash_offline.common.identity import Identity
+from dflash_offline.common.lease import Ownership, is_owner_key, take_ownership
 from dflash_offline.common.pack_index import PackIndex, read_pack_index, write_pack_index
 from dflash_offline.common.shards import ShardWriter
 from dflash_offline.common.store import (
@@ -60,7 +58,7 @@ class Store:
     Use as a context manager, or call `close()`.
     """
 
-    def __init__(self, blobs: Blobs, lock: LocalLock) -> None:
+    def __init__(self, blobs: Blobs, lock: Ownership) -> None:
         self.blobs = blobs
         self._lock = lock
         self.schema: Schema
@@ -104,7 +102,7 @@ class Store:
         planned = has_plan(blobs, identity, append=append)
         if not planned:
             refuse_small_disk(blobs, estimate_bytes(schema, plan), target_files)
-        lock = _lock(blobs)
+        lock = take_ownership(blobs)
         store = cls(blobs, lock)
         try:
             if not exists(blobs, MANIFEST_KEY):
@@ -132,7 +130,7 @@ class Store:
         """
         blobs = blobs_at(url)
         read_header(blobs)
-        store = cls(blobs, _lock(blobs))
+        store = cls(blobs, take_ownership(blobs))
         try:
             store._load()
         except BaseException:
@@ -201,6 +199,7 @@ class Store:
         Raises:
             Stopped: the disk is full or read-only.
         """
+        self._lock.check()
         states = {FEATURES: features} | ({FINAL: final} if final is not None else {})
         assert set(states) == set(self.schema.state_arrays), f"states are {sorted(states)}"
         length = self.pack_length(pack)
@@ -261,7 +260,7 @@ class Store:
         """Write everything that no pack changes, the manifest last; starts over if interrupted."""
         self.schema, self.plan = schema, plan
         for key in self.blobs.list(""):
-            if key != self._lock.path.name and not key.startswith(f"{LOGS}/"):
+            if not is_owner_key(key) and not key.startswith(f"{LOGS}/"):
                 self.blobs.delete(key)
         fixed = {GROUP_KEY: group_json(schema, identity, options)}
         for name in (*schema.state_arrays, TOKENS, LOSS_MASK):
@@ -407,19 +406,11 @@ def own(url: str) -> Iterator[tuple[Blobs, Header]]:
     blobs = blobs_at(url)
     header = read_header(blobs)
     assert header is not None
-    lock = _lock(blobs)
+    lock = take_ownership(blobs)
     try:
         yield blobs, header
     finally:
         lock.release()
-
-
-def _lock(blobs: Blobs) -> LocalLock:
-    assert isinstance(blobs, LocalBlobs), "ownership is by flock, on local disks"
-    lock = LocalLock(blobs.root)
-    since = time.strftime("%Y-%m-%d %H:%M:%S")
-    lock.acquire(f"process {os.getpid()} on {platform.node()}, since {since}")
-    return lock
 
 
 def _row(

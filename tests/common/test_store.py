@@ -252,7 +252,7 @@ def test_full_disk_stops_and_resumes(tmp_path, corpus_maker):
         raise OSError(28, "No space left on device")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dflash_offline.common.blobs._write_durably", full)
+        patch.setattr("dflash_offline.common.blobs.write_durably", full)
         with pytest.raises(Stopped, match="No space left on device.*run the same command again"):
             corpus.commit(store, [1])
     store.close()

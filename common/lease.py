@@ -1,0 +1,268 @@
+"""Ownership of a store: one run writes it at a time.
+
+On the local file system the kernel keeps the lock. On object storage it is a lease: generation n of
+`.owner/` belongs to the run that created `<n>.json`, the highest generation owns the store, and its
+`<n>.beat` is rewritten every 15 s. A beat's age is taken between two times of the storage's clock.
+"""
+
+import fcntl
+import json
+import os
+import platform
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import click
+
+from dflash_offline.common.blobs import Blobs, LocalBlobs
+from dflash_offline.common.errors import BadInput, Stopped
+from dflash_offline.common.object_blobs import ObjectBlobs
+
+OWNER = ".owner"
+BEAT_S = 15.0
+SILENCE_S = 90.0
+# Writing goes on for this long after the last beat that arrived, well before others may take over.
+_TRUST_S = 60.0
+
+
+class Ownership(Protocol):
+    """Who may write a store."""
+
+    def acquire(self, description: str) -> None:
+        """Take ownership; raises `BadInput` that names the owner when another live run has it."""
+        ...
+
+    def check(self) -> None:
+        """Raise `Stopped` when ownership was lost."""
+        ...
+
+    def release(self) -> None:
+        """Give ownership back; harmless when it was never taken."""
+        ...
+
+
+def take_ownership(blobs: Blobs) -> Ownership:
+    """Own the store at an address, and warn where its storage cannot keep two writers apart.
+
+    Raises:
+        BadInput: another live run owns it; names that run and its age.
+    """
+    lost = blobs.probe()
+    if lost:
+        click.echo(f"warning: {lost}", err=True)
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    lock = _lock_for(blobs)
+    lock.acquire(f"process {os.getpid()} on {platform.node()}, since {since}")
+    return lock
+
+
+def _lock_for(blobs: Blobs) -> Ownership:
+    if isinstance(blobs, LocalBlobs):
+        return LocalLock(blobs.root)
+    assert isinstance(blobs, ObjectBlobs), "only folders and object storage are written"
+    return Lease(blobs)
+
+
+def is_owner_key(key: str) -> bool:
+    """Return whether a key belongs to ownership and not to the store's content."""
+    return key.partition("/")[0] == OWNER
+
+
+class LocalLock:
+    """`flock` on `<root>/.owner`.
+
+    The kernel drops it with the process, so a rerun after a crash takes over at once.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.path = root / OWNER
+        self._descriptor: int | None = None
+        self._guard = threading.Lock()
+
+    def acquire(self, description: str) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(descriptor, 4096).decode(errors="replace").strip()
+            os.close(descriptor)
+            raise _taken(str(self.path.parent), owner) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, description.encode(), 0)
+        self._descriptor = descriptor
+
+    def check(self) -> None:
+        pass
+
+    def release(self) -> None:
+        with self._guard:
+            if self._descriptor is not None:
+                os.close(self._descriptor)
+                self._descriptor = None
+
+
+class Lease:
+    """A create-only record on object storage, kept alive by a thread."""
+
+    def __init__(self, blobs: ObjectBlobs, *, beat_s: float = BEAT_S) -> None:
+        self._blobs = blobs
+        self._beat_s = beat_s
+        self._generation: int | None = None
+        self._last_beat = 0.0
+        self._lost_to: str | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def acquire(self, description: str) -> None:
+        highest = self._highest()
+        if highest is not None:
+            self._refuse_if_alive(highest)
+        generation = 0 if highest is None else highest + 1
+        record = {"description": description, **_this_process()}
+        try:
+            self._blobs.create(_record_key(generation), [json.dumps(record).encode()])
+        except FileExistsError:
+            self._refuse_if_alive(generation)
+            raise _taken(self._blobs.url, "it took the store a moment ago") from None
+        newest = self._highest()
+        if newest != generation:
+            # A run that was slower than a whole life of its successor.
+            raise _taken(self._blobs.url, self._owner(newest)["description"])
+        self._generation = generation
+        self._blobs.replace(_beat_key(generation), b"beat")
+        self._last_beat = time.monotonic()
+        self._drop_older(generation)
+        self._thread = threading.Thread(target=self._keep_alive, daemon=True, name="store-lease")
+        self._thread.start()
+
+    def check(self) -> None:
+        if self._lost_to is None and time.monotonic() - self._last_beat > 2 * self._beat_s:
+            self._beat()
+        if self._lost_to is not None:
+            raise Stopped(
+                f"the store at {self._blobs.url} was taken over by another run "
+                f"({self._lost_to}) while this one was silent; what is committed is safe"
+            )
+        if time.monotonic() - self._last_beat > _TRUST_S:
+            raise Stopped(
+                f"storage unreachable: {self._blobs.url} took no sign of life for {_TRUST_S:.0f} s;"
+                " what is committed is safe, run the same command again"
+            )
+
+    def release(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._generation is not None and self._lost_to is None:
+            # Where this fails, others find the process gone or the beat silent.
+            with suppress(Stopped, OSError):
+                self._blobs.replace(_beat_key(self._generation), b"released")
+        self._generation = None
+
+    def _keep_alive(self) -> None:
+        while not self._stop.wait(self._beat_s):
+            try:
+                self._beat()
+            except (Stopped, OSError, BadInput):
+                # `check` counts from the last beat that arrived.
+                continue
+            if self._lost_to is not None:
+                return
+
+    def _beat(self) -> None:
+        assert self._generation is not None, "the lease is not held"
+        newest = self._highest()
+        if newest is not None and newest > self._generation:
+            self._lost_to = self._owner(newest)["description"]
+            return
+        self._blobs.replace(_beat_key(self._generation), b"beat")
+        self._last_beat = time.monotonic()
+
+    def _highest(self) -> int | None:
+        names = [key.rpartition("/")[2] for key in self._blobs.list(OWNER)]
+        numbers = [int(n.removesuffix(".json")) for n in names if n.endswith(".json")]
+        return max(numbers, default=None)
+
+    def _owner(self, generation: int | None) -> dict[str, Any]:
+        try:
+            return json.loads(self._blobs.read(_record_key(generation or 0)))
+        except (FileNotFoundError, ValueError):
+            return {"description": "unknown"}
+
+    def _refuse_if_alive(self, generation: int) -> None:
+        owner = self._owner(generation)
+        heard = _beat_key(generation)
+        try:
+            if self._blobs.read(heard) == b"released":
+                return
+        except FileNotFoundError:
+            # Between its record and its first beat.
+            heard = _record_key(generation)
+        age_s = self._blobs.age_s(heard)
+        if _is_same_machine(owner):
+            if _is_running(owner):
+                raise _taken(self._blobs.url, f"{owner['description']}, on this machine")
+            return
+        if age_s < SILENCE_S:
+            who = f"{owner['description']}, last heard from {age_s:.0f} s ago"
+            raise _taken(self._blobs.url, who, f"after {SILENCE_S:.0f} s of silence")
+
+    def _drop_older(self, generation: int) -> None:
+        for key in self._blobs.list(OWNER):
+            number = key.rpartition("/")[2].partition(".")[0]
+            if number.isdecimal() and int(number) < generation:
+                self._blobs.delete(key)
+
+
+def _record_key(generation: int) -> str:
+    return f"{OWNER}/{generation:08d}.json"
+
+
+def _beat_key(generation: int) -> str:
+    return f"{OWNER}/{generation:08d}.beat"
+
+
+def _taken(url: str, owner: str, takeover: str = "") -> BadInput:
+    remedy = "wait for it, stop it, or use another --out"
+    if takeover:
+        remedy += f"; a run that died is followed {takeover}"
+    return BadInput(f"--out {url} is being written by another live run ({owner}); {remedy}")
+
+
+def _this_process() -> dict[str, Any]:
+    return {**_this_machine(), "pid": os.getpid(), "started": _start_time(os.getpid())}
+
+
+def _this_machine() -> dict[str, str]:
+    """Return what must agree for a process number to mean the same process."""
+    return {
+        "host": platform.node(),
+        "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        "pid_space": os.readlink("/proc/self/ns/pid"),
+    }
+
+
+def _is_same_machine(owner: Mapping[str, Any]) -> bool:
+    return all(owner.get(name) == value for name, value in _this_machine().items())
+
+
+def _is_running(owner: Mapping[str, Any]) -> bool:
+    started = _start_time(int(owner["pid"]))
+    return started is not None and started == owner["started"]
+
+
+def _start_time(pid: int) -> str | None:
+    """Return when a process started, in clock ticks since boot; `None` when it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The command's name stands in brackets and may hold spaces; a zombie is gone.
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] == "Z" else fields[19]
