@@ -66,7 +66,7 @@ def array_metadata(
 
 def _codecs_for(codec: Codec, dtype: str) -> list[dict[str, Any]]:
     # The endianness of single bytes has no meaning, and strict readers refuse it.
-    if dtype == "uint8":
+    if dtype in ("uint8", "int8"):
         return [{"name": "bytes"}, *codec.zarr_codecs[1:]]
     return codec.zarr_codecs
 

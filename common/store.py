@@ -16,21 +16,33 @@ import pyarrow as pa
 
 from dflash_offline.common import records
 from dflash_offline.common.blobs import Blobs
-from dflash_offline.common.codecs import codec_named
+from dflash_offline.common.codecs import (
+    INT_CODECS,
+    check_codec,
+    code_bytes,
+    codec_named,
+    num_scales,
+)
 from dflash_offline.common.errors import BadInput, DamagedStore, MissingStore
 from dflash_offline.common.identity import Identity
-from dflash_offline.common.shards import ALIGN_BYTES, array_metadata
+from dflash_offline.common.shards import array_metadata
 
 FORMAT = 1
 ATTRIBUTE = "dflash_offline"
 GROUP_KEY = "zarr.json"
 MANIFEST_KEY = "manifest.json"
 FEATURES, FINAL, TOKENS, LOSS_MASK = "features", "final", "tokens", "loss_mask"
+# Of the int codecs, whose `features` and `final` are codes.
+SCALES, FINAL_SCALES, EXACT, EXACT_ROWS = "scales", "final_scales", "exact", "exact_rows"
+CALIBRATION = "calibration"
+CALIBRATION_KEY, CODEC_REPORT_KEY = "calibration/c/0/0/0", "calibration/report.json"
+CALIBRATION_MANIFEST_KEY = "calibration/manifest.json"
 PLAN, TARGET, COMMIT, LOGS = "plan", "target", "commit", "logs"
 LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt")
 
 _CHUNK_BYTES = 8 << 20
 _MIN_CHUNK_TOKENS = 64
+_EXACT_CHUNK_ROWS = 256
 
 
 class LossMask:
@@ -165,32 +177,63 @@ class Schema:
     teacher: str = "none"  # or "final": the state that lm_head consumes
 
     def __post_init__(self) -> None:
-        codec_named(self.codec)
+        check_codec(self.codec, self.hidden)
         rounded = -(-self.pack_tokens // self.chunk_tokens) * self.chunk_tokens
         object.__setattr__(self, "pack_tokens", rounded)
 
     @property
     def chunk_tokens(self) -> int:
         """Tokens of an inner chunk: the power of two nearest 8 MiB, from 64 to a pack."""
-        exponent = round(np.log2(_CHUNK_BYTES / (2 * self.hidden)))
+        row_bytes = code_bytes(self.codec, self.hidden) if self.is_coded else 2 * self.hidden
+        exponent = round(np.log2(_CHUNK_BYTES / row_bytes))
         largest = 1 << (self.pack_tokens.bit_length() - 1)
         return max(_MIN_CHUNK_TOKENS, min(1 << exponent, largest))
 
     @property
+    def is_coded(self) -> bool:
+        """Whether states are codes, which need a calibration."""
+        return self.codec in INT_CODECS
+
+    @property
+    def num_slots(self) -> int:
+        """States of a token: the captured layers, then the final state where there is one."""
+        return len(self.layers) + (self.teacher == "final")
+
+    @property
     def state_arrays(self) -> tuple[str, ...]:
-        """Names of the arrays that hold hidden states."""
-        return (FEATURES, FINAL) if self.teacher == "final" else (FEATURES,)
+        """Names of the arrays that a pack's commit writes."""
+        states = (FEATURES, FINAL) if self.teacher == "final" else (FEATURES,)
+        if not self.is_coded:
+            return states
+        scales = (SCALES, FINAL_SCALES) if self.teacher == "final" else (SCALES,)
+        return (*states, *scales, EXACT_ROWS, EXACT)
 
     @property
     def arrays(self) -> dict[str, "ArraySpec"]:
         """Every array of the store."""
         t, c, k, h = self.pack_tokens, self.chunk_tokens, len(self.layers), self.hidden
         specs = {
-            FEATURES: ArraySpec((k, t, h), (1, c, h), "uint16", self.codec),
-            FINAL: ArraySpec((t, h), (c, h), "uint16", self.codec),
             TOKENS: ArraySpec((t,), (t,), "int32", "raw"),
             LOSS_MASK: ArraySpec((t,), (t,), "uint8", "raw"),
         }
+        if self.is_coded:
+            w, g, rows = code_bytes(self.codec, h), num_scales(self.codec, h), self.num_slots * t
+            specs |= {
+                FEATURES: ArraySpec(
+                    (k, t, w), (1, c, w), "int8" if self.codec == "int8" else "uint8", "raw"
+                ),
+                FINAL: ArraySpec((t, h), (c, h), "int8", "raw"),
+                SCALES: ArraySpec((k, t, g), (1, t, g), "uint16", "raw"),
+                FINAL_SCALES: ArraySpec((t, 1), (t, 1), "uint16", "raw"),
+                # Their unused ends are zeros, which `lossless` makes small.
+                EXACT_ROWS: ArraySpec((rows,), (rows,), "int32", "lossless"),
+                EXACT: ArraySpec((rows, h), (min(_EXACT_CHUNK_ROWS, c), h), "uint16", "lossless"),
+            }
+        else:
+            specs |= {
+                FEATURES: ArraySpec((k, t, h), (1, c, h), "uint16", self.codec),
+                FINAL: ArraySpec((t, h), (c, h), "uint16", self.codec),
+            }
         return {name: specs[name] for name in (*self.state_arrays, TOKENS, LOSS_MASK)}
 
     def array_json(self, name: str, num_packs: int) -> dict[str, Any]:
@@ -201,7 +244,7 @@ class Schema:
 
     def bytes_per_token(self) -> int:
         """Return the raw size of one token's states, in bytes."""
-        return 2 * self.hidden * (len(self.layers) + (self.teacher == "final"))
+        return 2 * self.hidden * self.num_slots
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain JSON data."""
@@ -215,7 +258,7 @@ class Schema:
 
 def shard_key(array: str, pack: int) -> str:
     """Return the object that holds one pack of one array."""
-    inner_axes = {FEATURES: 3, FINAL: 2}.get(array, 1)
+    inner_axes = {FEATURES: 3, SCALES: 3, FINAL: 2, FINAL_SCALES: 2, EXACT: 2}.get(array, 1)
     return f"{array}/c/{pack}" + "/0" * inner_axes
 
 
@@ -227,18 +270,6 @@ def index_key(number: int) -> str:
 def commit_key(pack: int) -> str:
     """Return the record that makes a pack exist."""
     return f"{COMMIT}/{pack:08d}.json"
-
-
-def estimate_bytes(schema: Schema, plan: Plan) -> int:
-    """Return what the store will take on disk at most, in bytes, tokens and target apart."""
-    ratio = codec_named(schema.codec).ratio
-    tokens = int(plan.column("length").sum())
-    states = int(tokens * schema.bytes_per_token() * ratio)
-    # Padding to 4 KiB and the zeros that fill the last inner chunk of a pack (they compress away).
-    chunks = plan.num_packs * sum(schema.arrays[a].num_chunks for a in schema.state_arrays)
-    fill = schema.chunk_tokens * schema.hidden * 2 if schema.codec == "raw" else 0
-    last_chunks = plan.num_packs * fill * (len(schema.layers) + (schema.teacher == "final"))
-    return states + chunks * ALIGN_BYTES + last_chunks + plan.num_packs * schema.pack_tokens * 5
 
 
 @dataclass(frozen=True, kw_only=True)

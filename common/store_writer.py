@@ -38,7 +38,6 @@ from dflash_offline.common.store import (
     Schema,
     commit_key,
     count_plans,
-    estimate_bytes,
     exists,
     group_json,
     manifest_key,
@@ -48,6 +47,7 @@ from dflash_offline.common.store import (
     shard_key,
 )
 from dflash_offline.common.store_checks import has_plan, refuse_small_disk
+from dflash_offline.common.store_size import estimate_bytes
 
 _COMMITS_PER_INDEX = 1000
 

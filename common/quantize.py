@@ -1,0 +1,343 @@
+"""States as int8, int4 or int3 codes: the arithmetic, the same to the bit on a CPU and on a GPU.
+
+Every step is one IEEE fp32 operation on tensors (no fused multiply-add, no library reduction whose
+order may change), so codes made on a GPU decode on a CPU to the same bfloat16. The order of
+operations is the format; "Int codecs" in docs/store-format.md states it with a decoder in numpy.
+What is fitted once for a store is common/calibration.py. Letters: K captured layers, S slots (the
+K layers, then the final state where the store has one), T tokens, H hidden, W bytes of a row of
+codes, G groups of a row, N rows stored exactly.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_offline.common.codecs import GROUP
+
+# Keeps subnormal numbers out of the decoder; no state is that small against its channel.
+MIN_SCALE = 2.0**-64
+# Lloyd's levels for a normal variable (0.2451, 0.7560, 1.3439, 2.1520) in multiples of 1/256, so
+# that a level times a bfloat16 scale is exact in fp32; thresholds halfway between.
+LEVELS = (63 / 256, 194 / 256, 344 / 256, 551 / 256)
+THRESHOLDS = tuple((a + b) / 2 for a, b in pairwise(LEVELS))
+_MAX_CODE = {"int8": 127, "int4": 7}
+# Values of a block of rows: temporaries stay in a CPU's cache, or bounded on a GPU.
+_BLOCK_VALUES = {"cpu": 1 << 17, "cuda": 1 << 26}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What all rows of a store are standardised with, one row a slot.
+
+    Attributes:
+        mean: fp32 [S, H].
+        reciprocal: fp32 [S, H], what the encoder multiplies by; stored, never computed again.
+        scale: fp32 [S, H], what the decoder multiplies by. With int3 both carry the same
+            pseudo-random sign on the layers' slots.
+        exact_bound: rows with a larger standardised magnitude are stored as they are.
+        num_tokens, num_samples: rows and samples that it was fitted on.
+    """
+
+    codec: str
+    mean: Tensor
+    reciprocal: Tensor
+    scale: Tensor
+    exact_bound: float
+    num_tokens: int
+    num_samples: int
+
+    def to(self, device: torch.device | str) -> "Calibration":
+        """Return the same on another device."""
+        parts = {name: getattr(self, name).to(device) for name in ("mean", "reciprocal", "scale")}
+        return replace(self, **parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedStates:
+    """Coded rows of some slots, on any one device.
+
+    Attributes:
+        codes: int8 [K, T, H], or uint8 [K, T, W] packed.
+        scales: bfloat16 [K, T, G]; G is H / 64 for int4, else 1.
+        final_codes: int8 [T, H]: the final state is never below int8.
+        final_scales: bfloat16 [T, 1].
+        exact_rows: int32 [N, 2]: slot and token of each row stored as it is, ascending; slot K is
+            the final state.
+        exact: bfloat16 [N, H].
+    """
+
+    codes: Tensor
+    scales: Tensor
+    final_codes: Tensor | None
+    final_scales: Tensor | None
+    exact_rows: Tensor
+    exact: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens, T."""
+        return self.codes.shape[1]
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "EncodedStates":
+        """Return the same on another device."""
+        parts = {each.name: getattr(self, each.name) for each in fields(self)}
+        moved = {
+            name: None if part is None else part.to(device, non_blocking=non_blocking)
+            for name, part in parts.items()
+        }
+        return EncodedStates(**moved)
+
+    def rows(self, start: int, stop: int) -> "EncodedStates":
+        """Return tokens [start, stop), counted from `start`; codes share memory."""
+        token = self.exact_rows[:, 1]
+        kept = (token >= start) & (token < stop)
+        shift = self.exact_rows.new_tensor([0, start])
+        return EncodedStates(
+            codes=self.codes[:, start:stop],
+            scales=self.scales[:, start:stop],
+            final_codes=None if self.final_codes is None else self.final_codes[start:stop],
+            final_scales=None if self.final_scales is None else self.final_scales[start:stop],
+            exact_rows=self.exact_rows[kept] - shift,
+            exact=self.exact[kept],
+        )
+
+    @staticmethod
+    def joined(parts: Sequence["EncodedStates"]) -> "EncodedStates":
+        """Return the rows of several one after the other."""
+        moved, first = [], 0
+        for part in parts:
+            moved.append(part.exact_rows + part.exact_rows.new_tensor([0, first]))
+            first += part.num_tokens
+        exact_rows, exact = torch.cat(moved), torch.cat([part.exact for part in parts])
+        order = torch.argsort(exact_rows[:, 0].long() * first + exact_rows[:, 1])
+        has_final = parts[0].final_codes is not None
+        return EncodedStates(
+            codes=torch.cat([part.codes for part in parts], dim=1),
+            scales=torch.cat([part.scales for part in parts], dim=1),
+            final_codes=torch.cat([p.final_codes for p in parts]) if has_final else None,
+            final_scales=torch.cat([p.final_scales for p in parts]) if has_final else None,
+            exact_rows=exact_rows[order],
+            exact=exact[order],
+        )
+
+
+def standardise(x: Tensor, calibration: Calibration, slot: int) -> Tensor:
+    """Return fp32 `(x - mean) * reciprocal` of bfloat16 rows [T, H]."""
+    return (x.float() - calibration.mean[slot]) * calibration.reciprocal[slot]
+
+
+def encode_states(
+    features: Tensor, final: Tensor | None, is_first: Tensor, calibration: Calibration
+) -> EncodedStates:
+    """Encode rows where they are.
+
+    Args:
+        features: bfloat16 [K, T, H].
+        final: bfloat16 [T, H], when the store has that teacher.
+        is_first: bool [T], position 0 of a sample; such rows are stored as they are.
+        calibration: of the store, on the same device.
+
+    Returns:
+        Codes on the same device. Codes and scales of rows stored exactly are zero. Finding those
+        rows waits for the device once.
+    """
+    codec = calibration.codec
+    slots = list(features) if final is None else [*features, final]
+    codes, scales, exact = [], [], []
+    for slot, x in enumerate(slots):
+        name = codec if slot < len(features) else "int8"
+        parts = [
+            _encode_block(block, first, name=name, calibration=calibration, slot=slot)
+            for block, first in zip(_blocks(x), is_first.split(_block_rows(x)), strict=True)
+        ]
+        for whole, part in zip((codes, scales, exact), zip(*parts, strict=True), strict=True):
+            whole.append(torch.cat(part))
+    exact_rows = torch.stack(exact).nonzero()
+    raw = [x[exact_rows[exact_rows[:, 0] == slot, 1]] for slot, x in enumerate(slots)]
+    num_layers = len(features)
+    return EncodedStates(
+        codes=torch.stack(codes[:num_layers]),
+        scales=torch.stack(scales[:num_layers]),
+        final_codes=None if final is None else codes[-1],
+        final_scales=None if final is None else scales[-1],
+        exact_rows=exact_rows.int(),
+        exact=torch.cat(raw),
+    )
+
+
+def decode_states(
+    encoded: EncodedStates, calibration: Calibration, slots: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Return bfloat16 features [K, T, H] and final state [T, H] of codes.
+
+    Args:
+        encoded: rows of the slots given, in that order.
+        calibration: of the store, on the same device.
+        slots: which of the calibration's rows the layers of `encoded` have; all, in order, if None.
+    """
+    num_layers, num_tokens = encoded.codes.shape[:2]
+    slots = range(num_layers) if slots is None else slots
+    hidden = calibration.mean.shape[1]
+    features = encoded.exact.new_empty(num_layers, num_tokens, hidden)
+    for row, slot in enumerate(slots):
+        decode_rows(
+            encoded.codes[row], encoded.scales[row], calibration, slot=slot, out=features[row]
+        )
+    layer, token = encoded.exact_rows.long().unbind(1)
+    is_feature = layer < num_layers
+    features[layer[is_feature], token[is_feature]] = encoded.exact[is_feature]
+    if encoded.final_codes is None or encoded.final_scales is None:
+        return features, None
+    final = encoded.exact.new_empty(num_tokens, hidden)
+    last = len(calibration.mean) - 1
+    decode_rows(encoded.final_codes, encoded.final_scales, calibration, slot=last, out=final)
+    final[token[~is_feature]] = encoded.exact[~is_feature]
+    return features, final
+
+
+def decode_rows(
+    codes: Tensor, scales: Tensor, calibration: Calibration, *, slot: int, out: Tensor
+) -> None:
+    """Decode rows of one slot into `out`, bfloat16 [T, H], rows stored exactly apart.
+
+    The codec follows from the width of `codes`: the final state is int8 in every store.
+    """
+    mean, scale = calibration.mean[slot], calibration.scale[slot]
+    rows = _block_rows(out)
+    for some, factor, into in zip(
+        codes.split(rows), scales.split(rows), out.split(rows), strict=True
+    ):
+        if some.dtype == torch.int8:
+            y = some.float() * factor.float()
+        elif calibration.codec == "int4":
+            y = (_unpack_int4(some).float() * factor.float()[..., None]).flatten(1)
+        else:
+            y = _decode_int3(some, factor)
+        into.copy_(y.mul_(scale).add_(mean))
+
+
+def rotate(y: Tensor) -> Tensor:
+    """Mix the H channels of fp32 rows [T, H] orthogonally: two overlapping Hadamard transforms.
+
+    The first covers the first Q channels, the second the last Q, where Q is the largest power of
+    two that fits. `unrotate` undoes it.
+    """
+    for start, stop in _windows(y.shape[1]):
+        y = torch.cat((y[:, :start], _hadamard(y[:, start:stop]), y[:, stop:]), dim=1)
+    return y
+
+
+def unrotate(y: Tensor) -> Tensor:
+    """Undo `rotate`: a Hadamard transform is its own inverse."""
+    for start, stop in reversed(_windows(y.shape[1])):
+        y = torch.cat((y[:, :start], _hadamard(y[:, start:stop]), y[:, stop:]), dim=1)
+    return y
+
+
+def _windows(hidden: int) -> list[tuple[int, int]]:
+    size = 1 << (hidden.bit_length() - 1)
+    return [(0, size)] if size == hidden else [(0, size), (hidden - size, hidden)]
+
+
+def _hadamard(y: Tensor) -> Tensor:
+    """Butterflies at distance 1, 2, 4, …, then one multiplication by fp32(Q ** -0.5)."""
+    size, distance = y.shape[1], 1
+    while distance < size:
+        pairs = y.reshape(len(y), -1, 2, distance)
+        a, b = pairs[:, :, 0], pairs[:, :, 1]
+        y = torch.stack((a + b, a - b), dim=2)
+        distance *= 2
+    return y.reshape(-1, size) * size**-0.5
+
+
+def _encode_block(
+    x: Tensor, is_first: Tensor, *, name: str, calibration: Calibration, slot: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes, bfloat16 scales and which rows are stored exactly, of rows of one slot."""
+    z = standardise(x, calibration, slot)
+    # Negated, so that a row with a NaN is kept as it is.
+    is_exact = is_first | ~(z.abs().amax(dim=1) <= calibration.exact_bound)
+    z = z.masked_fill(is_exact[:, None], 0.0)
+    if name == "int3":
+        codes, scales = _encode_int3(z)
+    else:
+        grouped = z.unflatten(1, (-1, GROUP)) if name == "int4" else z[:, None]
+        largest = _MAX_CODE[name]
+        scales = _rounded_up(_divided(grouped.abs().amax(dim=-1), largest))
+        levels = (grouped / scales.float()[..., None]).round_().clamp_(-largest, largest)
+        codes = _pack_int4(levels) if name == "int4" else levels[:, 0].to(torch.int8)
+    codes.masked_fill_(is_exact[:, None], 0)
+    scales.masked_fill_(is_exact[:, None], 0)
+    return codes, scales, is_exact
+
+
+def _divided(x: Tensor, by: float) -> Tensor:
+    # By a plain number, CUDA multiplies with a rounded reciprocal; a tensor gets IEEE division.
+    return x / torch.full((), by, dtype=torch.float32, device=x.device)
+
+
+def _rounded_up(scale: Tensor) -> Tensor:
+    """Return the least bfloat16 that is not below a positive fp32, nor below `MIN_SCALE`."""
+    bits = (scale.clamp_min(MIN_SCALE).view(torch.int32) + 0xFFFF) >> 16
+    return bits.to(torch.int16).view(torch.bfloat16)
+
+
+def _pack_int4(levels: Tensor) -> Tensor:
+    """Byte j of a group holds code j in its low half and code j + 32 in its high half."""
+    nibbles = (levels + 8).to(torch.uint8)
+    return (nibbles[..., : GROUP // 2] | nibbles[..., GROUP // 2 :] << 4).flatten(1)
+
+
+def _unpack_int4(codes: Tensor) -> Tensor:
+    pairs = codes.unflatten(1, (-1, GROUP // 2))
+    return torch.cat((pairs & 15, pairs >> 4), dim=-1).to(torch.int8) - 8  # [T, G, GROUP]
+
+
+def _encode_int3(z: Tensor) -> tuple[Tensor, Tensor]:
+    y = rotate(z)
+    scales = _divided(_sum_in_order(y * y), y.shape[1]).sqrt()
+    scales = scales.clamp_min(MIN_SCALE).to(torch.bfloat16)
+    u = y / scales.float()[:, None]
+    magnitude = u.abs()
+    above = sum((magnitude > each).to(torch.uint8) for each in THRESHOLDS)
+    level = torch.where(u < 0, 3 - above, 4 + above)
+    low, high = level & 3, level >> 2
+    quarters, eighths = low.unflatten(1, (4, -1)), high.unflatten(1, (8, -1))
+    packed_low = quarters[:, 0].clone()
+    for place in range(1, 4):
+        packed_low |= quarters[:, place] << 2 * place
+    packed_high = eighths[:, 0].clone()
+    for place in range(1, 8):
+        packed_high |= eighths[:, place] << place
+    return torch.cat((packed_low, packed_high), dim=1), scales[:, None]
+
+
+def _decode_int3(codes: Tensor, scales: Tensor) -> Tensor:
+    hidden = codes.shape[1] * 8 // 3
+    low, high = codes[:, : hidden // 4], codes[:, hidden // 4 :]
+    level = torch.cat([low >> 2 * place & 3 for place in range(4)], dim=1)
+    level |= torch.cat([high >> place & 1 for place in range(8)], dim=1) << 2
+    table = torch.tensor([-each for each in reversed(LEVELS)] + list(LEVELS), device=codes.device)
+    return unrotate(table[level.int()] * scales.float())
+
+
+def _sum_in_order(v: Tensor) -> Tensor:
+    """Sum fp32 rows [T, H] by halves, padded with zeros to a power of two: one result anywhere."""
+    size = 1 << (v.shape[1] - 1).bit_length()
+    v = torch.nn.functional.pad(v, (0, size - v.shape[1]))
+    while size > 1:
+        size //= 2
+        v = v[:, :size] + v[:, size:]
+    return v[:, 0]
+
+
+def _block_rows(x: Any) -> int:
+    return max(1, _BLOCK_VALUES["cpu" if x.device.type == "cpu" else "cuda"] // x.shape[-1])
+
+
+def _blocks(x: Tensor) -> Sequence[Tensor]:
+    return x.split(_block_rows(x))
