@@ -8,6 +8,7 @@ import click
 from dflash_offline.common.options import option
 
 _POSITIVE = click.IntRange(min=1)
+_FILE = click.Path(path_type=Path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,7 @@ class ExtractConfig:
     chat_template: Path | None = option(
         None,
         help="Jinja file that replaces the tokenizer's chat template.",
-        type=click.Path(path_type=Path),
+        type=_FILE,
     )
     chat_template_arg: tuple[str, ...] = option(
         help="Value that the chat template reads, as enable_thinking=false; repeatable.",

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save
 from transformers import PreTrainedTokenizerBase
+from transformers import __version__ as transformers_version
 
 from dflash_offline.common.chat import ChatOptions, chat_identity, tokenizer_identity
 from dflash_offline.common.errors import BadInput
@@ -79,13 +80,12 @@ def target_files(target: Target, tokenizer: PreTrainedTokenizerBase) -> dict[str
 
 def run_info(target: Target) -> dict[str, str]:
     """Return what explains the bytes of a pack: device, software, attention."""
-    import transformers
 
     is_cuda = target.device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(target.device) if is_cuda else "cpu",
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": transformers_version,
         "attention": target.config._attn_implementation or "",
         "compute_dtype": str(target.dtype).removeprefix("torch."),
     }

@@ -1,0 +1,34 @@
+"""Whether a target's fast kernels are there: a slow path costs a multiple and says nothing."""
+
+import importlib.util
+
+import torch
+from rich.console import Console
+from transformers import PreTrainedConfig
+
+from dflash_offline.common.errors import BadInput
+
+_LINEAR = "linear_attention"
+
+
+def check_fast_path(
+    config: PreTrainedConfig, device: torch.device, *, allow_slow_path: bool
+) -> None:
+    """Refuse a hybrid target on a GPU without flash-linear-attention.
+
+    Raises:
+        BadInput: says how many layers are concerned and what to install.
+    """
+    # Only families with several kinds of layers list them.
+    layer_types = getattr(config, "layer_types", None) or []
+    num_linear = layer_types.count(_LINEAR)
+    if device.type != "cuda" or not num_linear or importlib.util.find_spec("fla") is not None:
+        return
+    message = (
+        f"--target has {num_linear} of {len(layer_types)} layers with linear attention, which run "
+        "many times slower without the package flash-linear-attention; pip install "
+        "flash-linear-attention, or go on with --allow-slow-path"
+    )
+    if not allow_slow_path:
+        raise BadInput(message)
+    Console(stderr=True).print(f"warning: {message}", highlight=False)

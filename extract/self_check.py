@@ -1,0 +1,171 @@
+"""A few samples through the hot path, against a forward made by other means.
+
+Off-by-one layers, a missing norm, shifted ids, rows of another sample and padding that leaks give
+plausible states and a drafter that is a third worse; here they give a table with a red line.
+Letters: T tokens of a sample, H hidden, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from dflash_offline.common.errors import FoundProblems
+from dflash_offline.common.target import Target
+from dflash_offline.extract.forward import BatchStates, StateForward
+
+NUM_SAMPLES = 4
+MAX_TOKENS = 256
+# Relative error of a row: bfloat16 storage alone gives 0.002. A forward in bfloat16 adds the
+# rounding of every layer, differently for other batch shapes.
+_ROW_BOUND = {torch.float32: 0.01}
+_ROW_BOUND_BFLOAT16 = 0.15
+_LOGIT_BOUND = {torch.float32: 0.02}
+_LOGIT_BOUND_BFLOAT16 = 0.15
+_ROWS_WITHIN = 0.98
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One line of the table: `value` must not exceed `bound`."""
+
+    name: str
+    value: float
+    bound: float
+
+    @property
+    def is_good(self) -> bool:
+        """Return whether the check holds; NaN does not."""
+        return self.value <= self.bound
+
+
+def self_check(
+    target: Target, layers: tuple[int, ...], samples: Sequence[np.ndarray]
+) -> list[Check]:
+    """Compare the hot path with an unbatched forward.
+
+    Args:
+        target: as extraction uses it.
+        layers: captured layer ids.
+        samples: token ids int32 [T], of several lengths.
+
+    Returns:
+        For every layer, the relative error of the rows and the share that is nearer to another
+        layer's state; for the final state, the error of the log-probabilities that the head makes
+        of it.
+    """
+    chosen = _spread_by_length([sample[:MAX_TOKENS] for sample in samples])
+    with StateForward(target, layers, keep_final=True) as forward:
+        states = forward(chosen)
+    errors: dict[str, list[np.ndarray]] = {}
+    first = 0
+    for sample in chosen:
+        rows = slice(first, first + len(sample))
+        for name, values in _sample_errors(target, layers, sample, states, rows).items():
+            errors.setdefault(name, []).append(values)
+        first = rows.stop
+    bounds = {
+        "error": _ROW_BOUND.get(target.dtype, _ROW_BOUND_BFLOAT16),
+        "nearer": 1.0 - _ROWS_WITHIN,
+        "log-probabilities": _LOGIT_BOUND.get(target.dtype, _LOGIT_BOUND_BFLOAT16),
+    }
+    return [_check(name, np.concatenate(parts), bounds) for name, parts in errors.items()]
+
+
+def report(checks: Sequence[Check]) -> None:
+    """Print the table.
+
+    Raises:
+        FoundProblems: a check does not hold.
+    """
+    table = Table("self-check", "value", "bound", "", box=None)
+    for check in checks:
+        verdict = "ok" if check.is_good else "[red]wrong"
+        table.add_row(check.name, f"{check.value:.2g}", f"{check.bound:.2g}", verdict)
+    Console(stderr=True).print(table)
+    if bad := [check.name for check in checks if not check.is_good]:
+        raise FoundProblems(
+            f"the self-check failed ({', '.join(bad)}): captured states are not the target's, so "
+            "nothing is extracted; please report target, versions and the table"
+        )
+
+
+def _check(name: str, values: np.ndarray, bounds: dict[str, float]) -> Check:
+    kind = name.split(" ")[-1]
+    value = values.mean() if kind == "nearer" else np.quantile(values, _ROWS_WITHIN)
+    return Check(name=name, value=float(value), bound=bounds[kind])
+
+
+def _spread_by_length(samples: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return a few samples, from the shortest to the longest; padding needs both."""
+    ordered = sorted(samples, key=len)
+    places = np.linspace(0, len(ordered) - 1, min(NUM_SAMPLES, len(ordered)))
+    return [ordered[int(place)] for place in places]
+
+
+def _sample_errors(
+    target: Target,
+    layers: tuple[int, ...],
+    sample: np.ndarray,
+    states: BatchStates,
+    rows: slice,
+) -> dict[str, np.ndarray]:
+    ids = torch.from_numpy(sample.astype(np.int64))[None]
+    every = _reference_states(target, ids)  # N states [T, H]
+    errors = {}
+    for k, layer in enumerate(layers):
+        captured = _from_patterns(states.features[k, rows]).to(target.device)
+        distances = torch.stack([_row_error(captured, state) for state in every])  # [N, T]
+        errors[f"layer {layer} error"] = distances[layer].cpu().numpy()
+        # The first row of many targets is one massive activation that hardly changes with depth.
+        nearest = distances.argmin(dim=0)[1:] if len(sample) > 1 else distances.argmin(dim=0)
+        errors[f"layer {layer} rows nearer"] = (nearest != layer).float().cpu().numpy()
+    assert states.final is not None
+    final = _from_patterns(states.final[rows]).to(target.device)
+    errors["log-probabilities"] = _logit_error(target, ids, final)
+    return errors
+
+
+def _from_patterns(patterns: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(patterns.view(np.int16)).view(torch.bfloat16).float()
+
+
+@torch.inference_mode()
+def _reference_states(target: Target, ids: torch.Tensor) -> list[torch.Tensor]:
+    """Return what every layer hands to its successor, fp32 [T, H] each, from a batch of one.
+
+    Read on the way into the next module and copied at once, so neither the hooks of the hot path
+    nor a successor that works in place can be wrong in the same way.
+    """
+    states: list[torch.Tensor] = []
+
+    def keep(_module, args, kwargs) -> None:
+        state = args[0] if args else kwargs["hidden_states"]
+        states.append(state[0].float().clone())
+
+    successors = [*target.layers[1:], target.final_norm]
+    handles = [m.register_forward_pre_hook(keep, with_kwargs=True) for m in successors]
+    try:
+        target.base(input_ids=ids.to(target.device), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return states
+
+
+def _row_error(given: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Return the relative error of every row, [T]; zero where both are zero."""
+    norm = wanted.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
+    return (given - wanted).norm(dim=1) / norm
+
+
+@torch.inference_mode()
+def _logit_error(target: Target, ids: torch.Tensor, final: torch.Tensor) -> np.ndarray:
+    """Return the relative error [T] of the centred log-probabilities that `final` gives."""
+    own = target.own_logits(ids)[0].float().log_softmax(dim=1)
+    ours = target.head_logits(final).log_softmax(dim=1)
+    centred = own - own.mean(dim=1, keepdim=True)
+    return _row_error(ours - ours.mean(dim=1, keepdim=True), centred).cpu().numpy()

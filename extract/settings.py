@@ -1,0 +1,83 @@
+"""Options of an extraction as the rest of the program wants them, checked against the target."""
+
+import re
+
+import torch
+from transformers import PreTrainedConfig
+
+from dflash_offline.common.errors import BadInput
+
+DEFAULT_MAX_LENGTH = 4096
+_TEACHERS = ("none", "final")
+_CODECS = ("raw", "lossless")
+_LATER_CODECS = ("int8", "int4", "int3")
+
+
+def check_codec(codec: str) -> None:
+    """Refuse codecs that do not exist, and those that are planned by name only."""
+    if codec in _LATER_CODECS:
+        raise BadInput(
+            f"--codec {codec} is not available yet; allowed are {', '.join(_CODECS)}, of which "
+            "lossless is the smaller"
+        )
+    if codec not in _CODECS:
+        raise BadInput(f"--codec {codec} is unknown; allowed are {', '.join(_CODECS)}")
+
+
+def check_teacher(teacher: str) -> None:
+    """Refuse teachers that do not exist, and `topk:K`, which is planned by name only."""
+    if re.fullmatch(r"topk:[0-9]+", teacher):
+        raise BadInput(
+            f"--teacher {teacher} is not available yet; allowed are {', '.join(_TEACHERS)}, and "
+            "with final the whole prediction can be made in training"
+        )
+    if teacher not in _TEACHERS:
+        raise BadInput(f"--teacher {teacher} is unknown; allowed are {', '.join(_TEACHERS)}")
+
+
+def parse_holdout(text: str) -> float:
+    """Return `1%` or `0.01` as a fraction."""
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)(%?)", text.strip())
+    fraction = float(match[1]) / (100 if match[2] else 1) if match else -1.0
+    if not 0 <= fraction < 1:
+        raise BadInput(
+            f"--holdout {text} is not a share; allowed are 0% up to, not including, 100%, as in 1%"
+        )
+    return fraction
+
+
+def resolve_max_length(given: int | None, *, pack_tokens: int, config: PreTrainedConfig) -> int:
+    """Return the tokens a sample may have.
+
+    Args:
+        given: `--max-length`, or None for the least of 4096, the pack and the context.
+        pack_tokens: tokens of a pack.
+        config: of the target's text part.
+    """
+    # Models without position limit (recurrent ones) have no such key.
+    context = getattr(config, "max_position_embeddings", None) or pack_tokens
+    if given is None:
+        return min(DEFAULT_MAX_LENGTH, pack_tokens, context)
+    if given > pack_tokens:
+        raise BadInput(
+            f"--max-length {given} is above --pack-tokens {pack_tokens}, and a pack holds whole "
+            "samples; allow larger packs or shorter samples"
+        )
+    if given > context:
+        raise BadInput(
+            f"--max-length {given} is above the target's context of {context} tokens; allowed is "
+            f"up to {context}"
+        )
+    return given
+
+
+def default_device() -> torch.device:
+    """Return the GPU if there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Return the precision that `--dtype` means on a device."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
