@@ -13,10 +13,9 @@ import numpy as np
 
 from dflash_offline.common import records
 from dflash_offline.common.blobs import Blobs, LocalBlobs, blobs_at
-from dflash_offline.common.codecs import codec_named
-from dflash_offline.common.errors import BadInput, DamagedStore, MissingStore
+from dflash_offline.common.errors import BadInput, MissingStore
 from dflash_offline.common.pack_index import PackIndex, read_pack_index, read_record
-from dflash_offline.common.shards import BadShard, index_bytes, parse_index, read_chunk
+from dflash_offline.common.pack_reader import read_chunks, read_flat
 from dflash_offline.common.store import (
     FEATURES,
     FINAL,
@@ -29,7 +28,6 @@ from dflash_offline.common.store import (
     manifest_key,
     read_header,
     read_plan,
-    shard_key,
 )
 
 if TYPE_CHECKING:
@@ -251,51 +249,3 @@ def open_cache(url: str, *, partial: bool = False) -> Cache:
             "same dflash-extract again to finish it, or add --partial to use what is there"
         )
     return cache
-
-
-def read_chunks(
-    blobs: Blobs,
-    schema: Schema,
-    name: str,
-    pack: int,
-    record: dict[str, Any],
-    wanted: Sequence[tuple[int, np.ndarray]],
-) -> None:
-    """Read inner chunks of one shard into caller-owned arrays.
-
-    Args:
-        record: size and checksums of the shard, from the commit record.
-        wanted: (inner chunk number, array to fill).
-
-    Raises:
-        DamagedStore: names the pack, the array and what is wrong.
-    """
-    key = shard_key(name, pack)
-    spec = schema.arrays[name]
-    codec, num_chunks = codec_named(spec.codec), spec.num_chunks
-    try:
-        if blobs.size(key) != record["bytes"]:
-            raise BadShard(f"{blobs.size(key)} bytes where {record['bytes']} were written")
-        tail = index_bytes(num_chunks)
-        index = parse_index(blobs.read_range(key, -tail, tail), num_chunks)
-        for number, out in wanted:
-            read_chunk(
-                lambda offset, length: blobs.read_range(key, offset, length),
-                index[number],
-                record["crc32c"][number],
-                out,
-                codec,
-            )
-    except BadShard as problem:
-        raise DamagedStore(f"pack {pack}, array {name} ({key}): {problem}") from problem
-    except FileNotFoundError:
-        raise DamagedStore(f"pack {pack}, array {name}: {key} is missing") from None
-
-
-def read_flat(
-    blobs: Blobs, schema: Schema, name: str, pack: int, record: dict[str, Any]
-) -> np.ndarray:
-    """Read a whole one-chunk shard: `tokens` int32 or `loss_mask` uint8, [pack_tokens]."""
-    out = np.empty(schema.pack_tokens, schema.arrays[name].dtype)
-    read_chunks(blobs, schema, name, pack, record, [(0, out)])
-    return out

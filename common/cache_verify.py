@@ -21,7 +21,7 @@ from dflash_offline.common.cache_cli import VerifyConfig
 from dflash_offline.common.codecs import codec_named
 from dflash_offline.common.errors import DamagedStore, FoundProblems
 from dflash_offline.common.pack_index import damaged_indexes
-from dflash_offline.common.shards import BadShard, index_bytes, parse_index, read_chunk
+from dflash_offline.common.shards import BadShard, decode_chunk, index_bytes, parse_index
 from dflash_offline.common.store import LOSS_MASK, TARGET, TOKENS, shard_key
 
 # Exponent bits all ones: infinity or not a number.
@@ -152,7 +152,8 @@ def _check_content(cache: Cache, name: str, content: bytes, crcs: list[int | Non
     codec = codec_named(spec.codec)
     view = memoryview(content)
     for number, entry in enumerate(index):
-        read_chunk(lambda offset, n: view[offset : offset + n], entry, crcs[number], out, codec)
+        stored = None if entry is None else view[entry[0] : sum(entry)]
+        decode_chunk(stored, crcs[number], out, codec)
         if entry is not None:
             _check_values(name, number, out, cache.schema.vocab_size)
 

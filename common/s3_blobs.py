@@ -265,6 +265,8 @@ class S3Blobs(ObjectBlobs):
                 self._path(key), start=start, end=end, max_concurrency=1
             )
         except OSError as problem:
+            if _code(problem) in ("InvalidRange", "416"):
+                return b""
             raise self._translated(problem) from problem
 
     def _size(self, key: str) -> int:

@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 from crc32c import crc32c
 
-from dflash_offline.common.codecs import Codec
+from dflash_offline.common.codecs import Codec, Raw
+from dflash_offline.common.direct_io import ALIGN_BYTES, scratch_buffer
 
-ALIGN_BYTES = 4096
 CRC_BYTES = 4
+# No codec makes a chunk this much longer than its content.
+_LONGEST_FACTOR = 2
 _ABSENT = 0xFFFFFFFFFFFFFFFF
 _CRC_CODEC = {"name": "crc32c"}
 
@@ -126,7 +128,7 @@ def parse_index(tail: bytes, num_chunks: int) -> list[tuple[int, int] | None]:
 
 
 def read_chunk(
-    read: Callable[[int, int], memoryview | bytes],
+    read_into: Callable[..., int],
     entry: tuple[int, int] | None,
     recorded_crc: int | None,
     out: np.ndarray,
@@ -135,29 +137,62 @@ def read_chunk(
     """Read one inner chunk into `out`, checked against its own and the recorded checksum.
 
     Args:
-        read: returns the bytes of the object at (offset, length).
+        read_into: fills buffers with the object's bytes, `read_into(offset, *buffers)`, and
+            returns how many it read.
         entry: where the chunk lies, from `parse_index`.
         recorded_crc: what the commit record says.
-        out: C-contiguous array of the inner chunk's shape.
+        out: C-contiguous array of the inner chunk's shape; `raw` bytes are read straight into it.
 
     Raises:
         BadShard: absent where the record has one, short, or of another checksum.
     """
-    if (entry is None) != (recorded_crc is None):
-        raise BadShard("chunk presence differs from the commit record")
     if entry is None:
-        out[...] = 0
+        decode_chunk(None, recorded_crc, out, codec)
         return
     offset, length = entry
-    stored = memoryview(read(offset, length))
-    if len(stored) != length or length <= CRC_BYTES:
-        raise BadShard(f"{len(stored)} bytes where {length} are expected")
-    payload, (crc,) = stored[:-CRC_BYTES], struct.unpack("<I", stored[-CRC_BYTES:])
-    if crc != recorded_crc:
-        raise BadShard("chunk checksum differs from the commit record")
-    if checksum(payload) != crc:
-        raise BadShard("chunk checksum")
+    if isinstance(codec, Raw) and length == out.nbytes + CRC_BYTES:
+        payload, tail = memoryview(out).cast("B"), memoryview(bytearray(CRC_BYTES))
+        _check_length(read_into(offset, payload, tail), length)
+        _check_crc(payload, tail, recorded_crc)
+        return
+    if length > _LONGEST_FACTOR * out.nbytes + ALIGN_BYTES:
+        raise BadShard(f"chunk of {length} bytes for {out.nbytes} of content")
+    stored = scratch_buffer(length)
+    _check_length(read_into(offset, stored), length)
+    decode_chunk(stored, recorded_crc, out, codec)
+
+
+def decode_chunk(
+    stored: memoryview | None, recorded_crc: int | None, out: np.ndarray, codec: Codec
+) -> None:
+    """Decode the stored bytes of one inner chunk, `None` where it is absent, into `out`.
+
+    Raises:
+        BadShard: absent where the record has one, short, or of another checksum.
+    """
+    if (stored is None) != (recorded_crc is None):
+        raise BadShard("chunk presence differs from the commit record")
+    if stored is None:
+        out[...] = 0
+        return
+    if len(stored) <= CRC_BYTES:
+        raise BadShard(f"chunk of {len(stored)} bytes")
+    payload = stored[:-CRC_BYTES]
+    _check_crc(payload, stored[-CRC_BYTES:], recorded_crc)
     try:
         codec.decode(payload, out)
     except ValueError as problem:
         raise BadShard(f"chunk does not decode: {problem}") from problem
+
+
+def _check_length(num_bytes: int, expected: int) -> None:
+    if num_bytes != expected:
+        raise BadShard(f"{num_bytes} bytes where {expected} are expected")
+
+
+def _check_crc(payload: memoryview, tail: memoryview, recorded_crc: int | None) -> None:
+    (crc,) = struct.unpack("<I", tail)
+    if crc != recorded_crc:
+        raise BadShard("chunk checksum differs from the commit record")
+    if checksum(payload) != crc:
+        raise BadShard("chunk checksum")

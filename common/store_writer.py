@@ -15,12 +15,12 @@ import numpy as np
 
 from dflash_offline.common import records
 from dflash_offline.common.blobs import Blobs, blobs_at
-from dflash_offline.common.cache import read_flat
 from dflash_offline.common.codecs import codec_named
 from dflash_offline.common.errors import BadInput
 from dflash_offline.common.identity import Identity
 from dflash_offline.common.lease import Ownership, is_owner_key, take_ownership
 from dflash_offline.common.pack_index import PackIndex, read_pack_index, write_pack_index
+from dflash_offline.common.pack_reader import read_flat
 from dflash_offline.common.shards import ShardWriter
 from dflash_offline.common.store import (
     COMMIT,
