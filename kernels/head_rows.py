@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dflash_offline.kernels.optional_triton import tl, triton
+from dflash_offline.kernels.reference_loss import accumulate_dtype
 
 
 class RowLaunch(NamedTuple):
@@ -75,6 +76,23 @@ def scale_rows(dx: Tensor, grad: Tensor, *, as_triton: bool) -> Tensor:
             num_warps=4,
         )
     return out
+
+
+def empty_results(kind: type, x: Tensor):
+    """Return uninitialised per-row results of NamedTuple `kind` for rows x [N, H].
+
+    Fields are fp32 (fp64 for fp64 rows); columns and ranks are int64.
+    """
+    integers = {"argmax", "teacher_argmax", "rank"}
+    real = accumulate_dtype(x.dtype)
+    return kind(
+        *(
+            torch.empty(
+                x.shape[0], dtype=torch.int64 if name in integers else real, device=x.device
+            )
+            for name in kind._fields
+        )
+    )
 
 
 def check_head(x: Tensor, weight: Tensor, *, as_triton: bool) -> None:

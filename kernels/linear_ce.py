@@ -14,6 +14,7 @@ from dflash_offline.kernels.head_rows import (
     RowOptions,
     check_head,
     check_labels,
+    empty_results,
     row_launch,
     scale_rows,
 )
@@ -21,10 +22,10 @@ from dflash_offline.kernels.linear_ce_torch import torch_chunk
 from dflash_offline.kernels.logit_chunks import chunk_bounds, chunk_buffer, full_precision_sums
 from dflash_offline.kernels.logit_math import cap_logits, cap_slope, dot_rows, log1p
 from dflash_offline.kernels.optional_triton import tl, triton, use_triton
-from dflash_offline.kernels.reference_loss import LinearCE, accumulate_dtype
+from dflash_offline.kernels.reference_loss import LinearCE
 
 # Row offsets change from step to step, so their alignment is not compiled in.
-PER_ROW = ["labels_ptr", "nll_ptr", "lse_ptr", "argmax_ptr", "rank_ptr", "entropy_ptr", "prob_ptr"]
+PER_ROW = ["labels_ptr", *(f"{name}_ptr" for name in LinearCE._fields)]
 
 
 @triton.jit(do_not_specialize=["num_columns"], do_not_specialize_on_alignment=PER_ROW)
@@ -38,7 +39,7 @@ def _linear_ce_rows_kernel(
     argmax_ptr,
     rank_ptr,
     entropy_ptr,
-    prob_ptr,
+    label_prob_ptr,
     stride_z,
     stride_x,
     stride_w,
@@ -91,7 +92,7 @@ def _linear_ce_rows_kernel(
     nan = float("nan")
     tl.store(nll_ptr + row, tl.where(is_valid, nll, nan))
     tl.store(lse_ptr + row, m + log_total)
-    tl.store(prob_ptr + row, tl.where(is_valid, e_label / total, nan))
+    tl.store(label_prob_ptr + row, tl.where(is_valid, e_label / total, nan))
 
     scale = tl.where(is_valid, 1.0 / total, nan)
     inverse = 1.0 / total
@@ -146,27 +147,13 @@ def _triton_chunk(
     )
 
 
-def _empty_results(num_rows: int, *, dtype: torch.dtype, device: torch.device) -> LinearCE:
-    def new(kind: torch.dtype) -> Tensor:
-        return torch.empty(num_rows, dtype=kind, device=device)
-
-    return LinearCE(
-        nll=new(dtype),
-        lse=new(dtype),
-        argmax=new(torch.int64),
-        rank=new(torch.int64),
-        entropy=new(dtype),
-        label_prob=new(dtype),
-    )
-
-
 class _LinearCE(torch.autograd.Function):
     """Saves dX [N, H], made in forward for an upstream gradient of one."""
 
     @staticmethod
     def forward(ctx, x, weight, labels, options, chunk_rows, as_triton):
         num_rows, num_columns = x.shape[0], weight.shape[0]
-        out = _empty_results(num_rows, dtype=accumulate_dtype(x.dtype), device=x.device)
+        out = empty_results(LinearCE, x)
         dx = torch.empty_like(x) if options.with_grad else None
         row_pass = _triton_chunk if as_triton else torch_chunk
         bounds = chunk_bounds(num_rows, chunk_rows)

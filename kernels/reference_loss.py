@@ -25,6 +25,34 @@ class LinearCE(NamedTuple):
     label_prob: Tensor  # p(label)
 
 
+class LinearKL(NamedTuple):
+    """Per-row results of linear_kl, each [N]; only loss carries a gradient.
+
+    p is the student's distribution, q the teacher's, natural logarithms. The row's acceptance under
+    speculative sampling is 1 - tv. A row whose label lies outside [0, V) has NaN loss, nll and
+    gradient.
+    """
+
+    loss: Tensor  # kl_weight kl + reverse_kl_weight reverse_kl + tv_weight tv + ce_weight nll
+    kl: Tensor  # sum q log(q / p)
+    reverse_kl: Tensor  # sum p log(p / q)
+    tv: Tensor  # sum |p - q| / 2
+    nll: Tensor  # -log p(label); zero where no labels were given
+    entropy: Tensor  # of p
+    argmax: Tensor  # int64, of p
+    teacher_argmax: Tensor  # int64, of q
+    teacher_prob: Tensor  # the largest q
+
+
+class LinearTopKKL(NamedTuple):
+    """Per-row results of linear_kl_topk, each [N]; only loss carries a gradient."""
+
+    loss: Tensor  # KL between the teacher's k + 1 buckets and the student's
+    mass: Tensor  # student's probability of the k columns together
+    lse: Tensor  # log of the sum of exponentials of the student's logits
+    argmax: Tensor  # int64, of the student
+
+
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype that row statistics of `dtype` inputs are computed in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -93,3 +121,94 @@ def linear_ce(
             entropy=-torch.special.xlogy(probs, probs).sum(dim=-1),
             label_prob=torch.where(valid, label_log_prob.exp(), float("nan")),
         )
+
+
+def linear_kl(
+    x: Tensor,
+    weight: Tensor,
+    teacher_x: Tensor,
+    *,
+    labels: Tensor | None = None,
+    kl_weight: float = 1.0,
+    reverse_kl_weight: float = 0.0,
+    tv_weight: float = 0.0,
+    ce_weight: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    chunk_rows: int = 4096,
+    vocab_size: int | None = None,
+) -> LinearKL:
+    """Return divergences between two states' distributions; see linear_kl.linear_kl.
+
+    `chunk_rows` is accepted for the common signature and has no effect.
+    """
+    del chunk_rows
+    weight = weight[:vocab_size].detach()
+    logits = head_logits(x, weight, logit_scale=logit_scale, softcap=softcap)  # [N, V]
+    log_p = torch.log_softmax(logits, dim=-1)
+    with torch.no_grad():
+        teacher = head_logits(teacher_x, weight, logit_scale=logit_scale, softcap=softcap)  # [N, V]
+        log_q = torch.log_softmax(teacher, dim=-1)
+        q = log_q.exp()
+    p = log_p.exp()
+    kl = (q * (log_q - log_p)).sum(dim=-1)
+    reverse_kl = (p * (log_p - log_q)).sum(dim=-1)
+    tv = (p - q).abs().sum(dim=-1) / 2
+    nll = torch.zeros_like(kl)
+    if labels is not None:
+        valid = (labels >= 0) & (labels < weight.shape[0])
+        column = labels.clamp(0, weight.shape[0] - 1)[:, None]
+        nll = _Poison.apply(-log_p.gather(1, column)[:, 0], valid)
+    # A weight of zero means absent: zero times an infinite divergence would be NaN.
+    terms = [(kl_weight, kl), (reverse_kl_weight, reverse_kl), (tv_weight, tv), (ce_weight, nll)]
+    loss = sum((weight * term for weight, term in terms if weight), torch.zeros_like(kl))
+    if labels is not None:
+        loss = _Poison.apply(loss, valid)
+    return LinearKL(
+        loss=loss,
+        kl=kl.detach(),
+        reverse_kl=reverse_kl.detach(),
+        tv=tv.detach(),
+        nll=nll.detach(),
+        entropy=-(p * log_p).sum(dim=-1).detach(),
+        argmax=logits.argmax(dim=-1),
+        teacher_argmax=teacher.argmax(dim=-1),
+        teacher_prob=q.amax(dim=-1),
+    )
+
+
+def linear_kl_topk(
+    x: Tensor,
+    weight: Tensor,
+    topk_ids: Tensor,
+    topk_logprobs: Tensor,
+    *,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    chunk_rows: int = 4096,
+    vocab_size: int | None = None,
+) -> LinearTopKKL:
+    """Return KL against a stored top-k teacher; see linear_kl_topk.linear_kl_topk.
+
+    `chunk_rows` is accepted for the common signature and has no effect.
+    """
+    del chunk_rows
+    weight = weight[:vocab_size].detach()
+    logits = head_logits(x, weight, logit_scale=logit_scale, softcap=softcap)  # [N, V]
+    valid = ((topk_ids >= 0) & (topk_ids < weight.shape[0])).all(dim=-1)
+    ids = topk_ids.long().clamp(0, weight.shape[0] - 1)
+    log_q = topk_logprobs.to(logits.dtype)  # [N, k]
+    q = log_q.exp()
+    log_p = torch.log_softmax(logits, dim=-1)
+    log_p_listed = log_p.gather(1, ids)  # [N, k]
+    # The tail is summed over its own columns: one minus the listed mass would cancel.
+    log_p_tail = torch.logsumexp(log_p.scatter(1, ids, float("-inf")), dim=-1)
+    q_tail = (1 - q.sum(dim=-1)).clamp_min(0)
+    listed = torch.special.xlogy(q, q) - q * log_p_listed
+    tail = torch.special.xlogy(q_tail, q_tail) - q_tail * log_p_tail
+    return LinearTopKKL(
+        loss=_Poison.apply(listed.sum(dim=-1) + tail, valid),
+        mass=log_p_listed.exp().sum(dim=-1).detach(),
+        lse=torch.logsumexp(logits, dim=-1).detach(),
+        argmax=logits.argmax(dim=-1),
+    )
