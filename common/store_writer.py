@@ -12,17 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from dflash_offline.common import records
 from dflash_offline.common.blobs import Blobs, blobs_at
+from dflash_offline.common.calibration_file import calibration_files, read_calibration
 from dflash_offline.common.codecs import codec_named
 from dflash_offline.common.errors import BadInput
 from dflash_offline.common.identity import Identity
 from dflash_offline.common.lease import Ownership, is_owner_key, take_ownership
+from dflash_offline.common.pack_arrays import as_tensor, coded_arrays, inner_chunks
 from dflash_offline.common.pack_index import PackIndex, read_pack_index, write_pack_index
 from dflash_offline.common.pack_reader import read_flat
 from dflash_offline.common.shards import ShardWriter
+from dflash_offline.common.quantize import Calibration, EncodedStates, encode_states
 from dflash_offline.common.store import (
+    CALIBRATION,
     COMMIT,
     FEATURES,
     FINAL,
@@ -68,6 +73,7 @@ class Store:
         self._lengths: np.ndarray
         self._token_files: list[dict[str, Any]] = []
         self._index: PackIndex
+        self.calibration: Calibration | None = None
         self._commits_since_index = 0
 
     @classmethod
@@ -176,10 +182,36 @@ class Store:
         record = self._token_files[pack][TOKENS]
         return read_flat(self.blobs, self.schema, TOKENS, pack, record)[: self.pack_length(pack)]
 
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether `write_calibration` must come before the first pack."""
+        return self.schema.is_coded and self.calibration is None
+
+    def write_calibration(
+        self, calibration: Calibration, report: Mapping[str, Any] | None = None
+    ) -> None:
+        """Write what an int store is decoded with, once; `calibration` is what was written.
+
+        Args:
+            report: error of the codec, plain data for `dflash-cache info`.
+        """
+        assert self.needs_calibration, "the codec needs none, or the store has it"
+        for key in self.blobs.list(CALIBRATION):
+            self.blobs.delete(key)
+        for key, content in calibration_files(calibration.to("cpu"), report or {}).items():
+            self.blobs.create(key, [content])
+        self.calibration = read_calibration(self.blobs)
+
+    def first_rows(self, pack: int) -> np.ndarray:
+        """Return which tokens of a pack are position 0 of a sample, bool [tokens]."""
+        is_first = np.zeros(self.pack_length(pack), bool)
+        is_first[self._starts[self._packs[pack]]] = True
+        return is_first
+
     def commit_pack(
         self,
         pack: int,
-        features: np.ndarray,
+        features: np.ndarray | EncodedStates,
         final: np.ndarray | None = None,
         *,
         quarantined: Mapping[int, str] | None = None,
@@ -188,7 +220,8 @@ class Store:
         """Write a pack's states and then the record that makes it exist.
 
         Args:
-            features: uint16 [K, tokens, H], bfloat16 bit patterns in the order of the plan.
+            features: uint16 [K, tokens, H], bfloat16 bit patterns in the order of the plan; or
+                all states as codes on the CPU, when the store has an int codec.
             final: uint16 [tokens, H], for stores with that teacher.
             quarantined: sample index to reason; its rows must be zero.
             run_info: software, device and whatever else explains the bytes.
@@ -200,13 +233,14 @@ class Store:
             Stopped: the disk is full or read-only.
         """
         self._lock.check()
-        states = {FEATURES: features} | ({FINAL: final} if final is not None else {})
-        assert set(states) == set(self.schema.state_arrays), f"states are {sorted(states)}"
         length = self.pack_length(pack)
+        states = self._state_arrays(pack, features, final)
+        assert set(states) == set(self.schema.state_arrays), f"states are {sorted(states)}"
         arrays = dict(self._token_files[pack])
         for name, values in states.items():
-            assert values.shape[-2:] == (length, self.schema.hidden), f"{name} {values.shape}"
-            arrays[name] = self._write_shard(name, pack, self._state_chunks(values))
+            arrays[name] = self._write_shard(
+                name, pack, inner_chunks(self.schema.arrays[name], values)
+            )
         members = self._packs[pack]
         samples = np.stack([members, self._starts[members], self._lengths[members]], axis=1)
         record = records.commit_record(
@@ -224,20 +258,27 @@ class Store:
             self.fold_index()
         return sum(arrays[name]["bytes"] for name in states)
 
-    def _state_chunks(self, values: np.ndarray) -> Iterator[np.ndarray | None]:
-        """Yield the inner chunks of [..., tokens, H] in C order; `None` past the pack's end."""
-        size, hidden = self.schema.chunk_tokens, self.schema.hidden
-        for layer in values.reshape(-1, *values.shape[-2:]):
-            for first in range(0, self.schema.pack_tokens, size):
-                rows = layer[first : first + size]
-                if len(rows) == 0:
-                    yield None
-                elif len(rows) == size and rows.flags.c_contiguous:
-                    yield rows
-                else:
-                    whole = np.zeros((size, hidden), values.dtype)
-                    whole[: len(rows)] = rows
-                    yield whole
+    def _state_arrays(
+        self, pack: int, features: np.ndarray | EncodedStates, final: np.ndarray | None
+    ) -> dict[str, np.ndarray]:
+        """Return what is written for a pack, by array; encodes states where codes are stored."""
+        length, hidden = self.pack_length(pack), self.schema.hidden
+        if isinstance(features, EncodedStates):
+            assert features.num_tokens == length, f"{features.num_tokens} tokens, not {length}"
+            return coded_arrays(self.schema, features)
+        states = {FEATURES: features} | ({FINAL: final} if final is not None else {})
+        for name, values in states.items():
+            assert values.shape[-2:] == (length, hidden), f"{name} {values.shape}"
+        if not self.schema.is_coded:
+            return states
+        assert self.calibration is not None, "write_calibration comes before the first pack"
+        encoded = encode_states(
+            as_tensor(features),
+            None if final is None else as_tensor(final),
+            torch.from_numpy(self.first_rows(pack)),
+            self.calibration,
+        )
+        return coded_arrays(self.schema, encoded)
 
     def _write_shard(
         self, name: str, pack: int, chunks: Iterable[np.ndarray | None]
@@ -345,6 +386,7 @@ class Store:
         self._packs = self.plan.pack_samples()
         self._starts, self._lengths = self.plan.column("start"), self.plan.column("length")
         self._index = read_pack_index(self.blobs, self.plan.num_packs)
+        self.calibration = read_calibration(self.blobs) if self.schema.is_coded else None
 
     def drop_packs(self, packs: set[int]) -> None:
         """Give packs up: the index first, then records and shards of states."""
