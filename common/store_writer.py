@@ -24,8 +24,8 @@ from dflash_offline.common.lease import Ownership, is_owner_key, take_ownership
 from dflash_offline.common.pack_arrays import as_tensor, coded_arrays, inner_chunks
 from dflash_offline.common.pack_index import PackIndex, read_pack_index, write_pack_index
 from dflash_offline.common.pack_reader import read_flat
-from dflash_offline.common.shards import ShardWriter
 from dflash_offline.common.quantize import Calibration, EncodedStates, encode_states
+from dflash_offline.common.shards import ShardWriter
 from dflash_offline.common.store import (
     CALIBRATION,
     COMMIT,
