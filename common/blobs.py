@@ -9,10 +9,11 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from dflash_offline.common import direct_io
 from dflash_offline.common.direct_io import write_durably
@@ -21,6 +22,9 @@ from dflash_offline.common.errors import BadInput, Stopped
 _TEMPORARY = ".tmp-"
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 UPLOAD_AGE_S = 3600.0
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Blobs(Protocol):
@@ -236,6 +240,14 @@ def blobs_at(url: str, storage_options: Sequence[str] = ()) -> Blobs:
     from dflash_offline.common.object_blobs import ObjectBlobs
 
     return ObjectBlobs(url, options)
+
+
+def in_parallel(blobs: Blobs, function: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """Return `function` of every item, in order, with as many in flight as the storage rewards."""
+    if len(items) < 2 or blobs.parallel < 2:
+        return [function(item) for item in items]
+    with ThreadPoolExecutor(blobs.parallel, thread_name_prefix="storage") as pool:
+        return list(pool.map(function, items))
 
 
 def parse_storage_options(pairs: Sequence[str]) -> dict[str, Any]:

@@ -77,11 +77,15 @@ class ObstoreBytes:
             **identity,
         )
 
-    def get(self, path: str, start: int | None, end: int | None) -> memoryview:
-        """Return an object, a range of it, or its last bytes for a negative `start`."""
+    def get_whole(self, path: str) -> tuple[bytes, str]:
+        """Return an object and its entity tag."""
+        with _python_errors():
+            answer = obstore.get(self._get_store, path)
+            return bytes(answer.bytes()), answer.meta["e_tag"] or ""
+
+    def get(self, path: str, start: int, end: int | None) -> memoryview:
+        """Return a range of an object, or its last bytes for a negative `start`."""
         with suppress(_PastTheEnd), _python_errors():
-            if start is None:
-                return memoryview(obstore.get(self._get_store, path).bytes())
             if start < 0:
                 options = {"range": {"suffix": -start}}
                 return memoryview(obstore.get(self._get_store, path, options=options).bytes())

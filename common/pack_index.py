@@ -8,7 +8,7 @@ longer counts, so that a crash between the new index and the deletion changes no
 from dataclasses import dataclass, field, replace
 
 from dflash_offline.common import records
-from dflash_offline.common.blobs import Blobs, is_temporary
+from dflash_offline.common.blobs import Blobs, in_parallel, is_temporary
 from dflash_offline.common.errors import DamagedStore
 from dflash_offline.common.store import COMMIT, commit_key, exists, index_key
 
@@ -51,11 +51,11 @@ def read_pack_index(blobs: Blobs, num_packs: int) -> PackIndex:
     if len(index.packs) == num_packs:
         return index
     found = dict(index.packs)
-    for key in blobs.list(COMMIT):
-        pack = pack_of(key)
-        if pack is None or pack in found:
-            continue
-        content = blobs.read(key)
+    wanted = {key: pack_of(key) for key in blobs.list(COMMIT)}
+    keys = [key for key, pack in wanted.items() if pack is not None and pack not in found]
+    for key, content in zip(keys, in_parallel(blobs, blobs.read, keys), strict=True):
+        pack = wanted[key]
+        assert pack is not None, "chosen above"
         record = records.parse_commit(content, key)
         if record["pack"] != pack:
             raise DamagedStore(f"{key} is the record of pack {record['pack']}")

@@ -5,8 +5,10 @@ conditional, so that what has to be repeated after a failure stays small. botoco
 retry on their own and multiply; both are set to a single try, and common/object_blobs.py repeats.
 """
 
+import hashlib
 import importlib.util
 import itertools
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +21,7 @@ import s3fs
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
 from botocore.session import Session
 from crc32c import crc32c
+from fsspec.asyn import sync
 
 from dflash_offline.common.blobs import UPLOAD_AGE_S
 from dflash_offline.common.errors import BadInput
@@ -33,6 +36,8 @@ SINGLE_PUT_BYTES = {"obstore": 1 << 30, "s3fs": 64 << 20}
 PART_BYTES = 32 << 20
 _PARTS_IN_FLIGHT = 4
 _CONNECTIONS = 64
+# Metadata is smaller, and shards have checksums of their own.
+_MD5_BYTES = 64 << 20
 _CONFLICTS = ("PreconditionFailed", "412", "ConditionalRequestConflict", "409")
 
 
@@ -113,6 +118,15 @@ class S3Blobs(ObjectBlobs):
             # Asked for again every few minutes: botocore renews its own.
             "expires_at": datetime.fromtimestamp(datetime.now(UTC).timestamp() + 300, UTC),
         }
+
+    def read(self, key: str) -> bytes:
+        """Return a whole object, asked for again when it does not match the server's MD5."""
+        for _ in range(self.rereads):
+            content, tag = self._persist(lambda: self._get_whole(key), "reading", key)
+            if _may_match(content, tag):
+                return content
+        # With some encryptions the tag is no MD5; the store's own checksums decide then.
+        return self._persist(lambda: self._get_whole(key), "reading", key)[0]
 
     def create(self, key: str, parts: Iterable[memoryview | bytes]) -> int:
         views = (memoryview(part).cast("B") for part in parts)
@@ -252,7 +266,18 @@ class S3Blobs(ObjectBlobs):
     def _full(self, key: str) -> str:
         return f"{self._prefix}/{key}" if self._prefix else key
 
+    def _get_whole(self, key: str) -> tuple[bytes, str]:
+        """Return an object with its entity tag."""
+        if self.client == "obstore":
+            return self._obstore.get_whole(self._full(key))
+        target = {"Bucket": self._bucket, "Key": self._full(key)}
+        try:
+            return sync(self._filesystem.loop, _fetch, self._filesystem, target)
+        except OSError as problem:
+            raise self._translated(problem) from problem
+
     def _get(self, key: str, start: int | None, end: int | None) -> bytes | memoryview:
+        assert start is not None, "whole objects are read with their tag"
         if self.client == "obstore":
             from dflash_offline.common.obstore_bytes import CannotServe
 
@@ -320,6 +345,21 @@ class S3Blobs(ObjectBlobs):
 
     def _transient(self) -> tuple[type[Exception], ...]:
         return (OSError, HTTPClientError, aiohttp.ClientError)
+
+
+async def _fetch(filesystem: s3fs.S3FileSystem, target: Mapping[str, str]) -> tuple[bytes, str]:
+    answer = await filesystem._call_s3("get_object", **target)
+    try:
+        return await answer["Body"].read(), answer.get("ETag", "")
+    finally:
+        answer["Body"].close()
+
+
+def _may_match(content: bytes, tag: str) -> bool:
+    """Return whether an entity tag allows this content; only single puts have an MD5 as theirs."""
+    if len(content) > _MD5_BYTES or not re.fullmatch(r'"?[0-9a-f]{32}"?', tag):
+        return True
+    return hashlib.md5(content, usedforsecurity=False).hexdigest() == tag.strip('"')
 
 
 def _code(problem: OSError) -> str:
