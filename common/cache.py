@@ -6,6 +6,7 @@ reader returns what was written or raises. Letters: K captured layers, T tokens,
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +14,19 @@ import numpy as np
 
 from dflash_offline.common import records
 from dflash_offline.common.blobs import Blobs, LocalBlobs, blobs_at
-from dflash_offline.common.errors import BadInput, MissingStore
+from dflash_offline.common.calibration_file import calibration_digests, read_calibration
+from dflash_offline.common.errors import BadInput, DamagedStore, MissingStore
+from dflash_offline.common.pack_arrays import (
+    ReadChunks,
+    as_bfloat16,
+    bits_of,
+    read_encoded,
+    read_rows,
+)
 from dflash_offline.common.pack_index import PackIndex, read_pack_index, read_record
 from dflash_offline.common.pack_reader import read_chunks, read_flat
 from dflash_offline.common.store import (
+    CALIBRATION_MANIFEST_KEY,
     FEATURES,
     FINAL,
     LOSS_MASK,
@@ -32,6 +42,8 @@ from dflash_offline.common.store import (
 
 if TYPE_CHECKING:
     import torch
+
+    from dflash_offline.common.quantize import Calibration, EncodedStates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +68,17 @@ class Document:
         return as_bfloat16(self.final)
 
 
-def as_bfloat16(bits: np.ndarray) -> "torch.Tensor":
-    """View uint16 bit patterns as a bfloat16 tensor of the same shape."""
-    import torch
+@dataclass(frozen=True, kw_only=True)
+class CodedDocument:
+    """One sample of an int store, not decoded; `kernels` decode it on a GPU."""
 
-    return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+    index: int
+    id: str
+    source: str
+    tokens: np.ndarray  # int32 [T]
+    loss_mask: np.ndarray  # uint8 [T], LossMask bits
+    states: "EncodedStates"  # of T tokens
+    slots: tuple[int, ...]  # row of the calibration of each layer in `states`
 
 
 class Cache:
@@ -124,12 +142,54 @@ class Cache:
         Documents of one pack share a buffer, so holding one holds them all.
         """
         slots = self._slots(layers)
-        by_pack: dict[int, list[Sample]] = {}
+        parts = {
+            pack: self._read_pack(pack, tokens, slots) for pack, tokens in self._spans(indices)
+        }
+        return [self._document(index, parts[self.plan.samples[index].pack]) for index in indices]
+
+    def read_codes(
+        self, indices: Sequence[int], layers: Sequence[int] | None = None
+    ) -> list[CodedDocument]:
+        """Read samples of an int store without decoding them, each pack's bytes once.
+
+        Their layers decode with rows `slots` of `calibration`, the final state with its last row.
+        """
+        assert self.schema.is_coded, f"codec {self.schema.codec} holds no codes"
+        slots = self._slots(layers)
+        parts = {}
+        for pack, tokens in self._spans(indices):
+            read = self._reader(pack)
+            codes = read_encoded(read, self.schema, slots=slots, tokens=tokens)
+            parts[pack] = tokens.start, self._read_tokens(pack), codes
+        documents = []
         for index in indices:
             sample = self.plan.samples[index]
-            by_pack.setdefault(sample.pack, []).append(sample)
-        parts = {pack: self._read_pack(pack, members, slots) for pack, members in by_pack.items()}
-        return [self._document(index, parts[self.plan.samples[index].pack]) for index in indices]
+            first, (ids, mask), codes = parts[sample.pack]
+            stop = sample.start + sample.length
+            documents.append(
+                CodedDocument(
+                    index=index,
+                    id=sample.id,
+                    source=sample.source,
+                    tokens=ids[sample.start : stop],
+                    loss_mask=mask[sample.start : stop],
+                    states=codes.rows(sample.start - first, stop - first),
+                    slots=tuple(slots),
+                )
+            )
+        return documents
+
+    @cached_property
+    def calibration(self) -> "Calibration":
+        """What the codes of an int store are decoded with, on the CPU.
+
+        Raises:
+            DamagedStore: it is missing or not what was written.
+        """
+        calibration = read_calibration(self.blobs)
+        if calibration is None:
+            raise DamagedStore(f"{CALIBRATION_MANIFEST_KEY} is missing")
+        return calibration
 
     def target_path(self) -> Path:
         """Return the local folder with the target's config, tokenizer and tensors."""
@@ -164,7 +224,7 @@ class Cache:
             # A later plan's manifest holds the newer digest of what an append replaced.
             key = manifest_key(number)
             stated |= records.unseal(self.blobs.read(key), key)["files"]
-        return stated
+        return stated | calibration_digests(self.blobs)
 
     def _slots(self, layers: Sequence[int] | None) -> list[int]:
         stored = self.schema.layers
@@ -178,31 +238,58 @@ class Cache:
             )
         return [stored.index(layer) for layer in layers]
 
-    def _read_pack(self, pack: int, members: Sequence[Sample], slots: Sequence[int]) -> "_PackPart":
-        """Read the inner chunks that cover some samples of a pack."""
-        size = self.schema.chunk_tokens
-        first = min(s.start for s in members) // size
-        last = -(-max(s.start + s.length for s in members) // size)
-        record = self.record(pack)["arrays"]
-        per_layer = self.schema.pack_tokens // size
+    def _spans(self, indices: Sequence[int]) -> list[tuple[int, range]]:
+        """Return each pack that holds some of the samples, with the tokens from first to last."""
+        by_pack: dict[int, list[Sample]] = {}
+        for index in indices:
+            sample = self.plan.samples[index]
+            by_pack.setdefault(sample.pack, []).append(sample)
+        return [
+            (pack, range(min(s.start for s in some), max(s.start + s.length for s in some)))
+            for pack, some in by_pack.items()
+        ]
 
-        def state(name: str, layer_slots: Sequence[int]) -> np.ndarray:
-            out = np.empty((len(layer_slots), (last - first) * size, self.schema.hidden), np.uint16)
-            wanted = [
-                (slot * per_layer + chunk, out[row, (chunk - first) * size :][:size])
-                for row, slot in enumerate(layer_slots)
-                for chunk in range(first, last)
-            ]
-            read_chunks(self.blobs, self.schema, name, pack, record[name], wanted)
-            return out
+    def _reader(self, pack: int) -> ReadChunks:
+        arrays = self.record(pack)["arrays"]
 
-        return _PackPart(
-            first_token=first * size,
-            tokens=read_flat(self.blobs, self.schema, TOKENS, pack, record[TOKENS]),
-            loss_mask=read_flat(self.blobs, self.schema, LOSS_MASK, pack, record[LOSS_MASK]),
-            features=state(FEATURES, slots),
-            final=state(FINAL, [0])[0] if FINAL in self.schema.state_arrays else None,
+        def read(name: str, wanted: Sequence[tuple[int, np.ndarray]]) -> None:
+            read_chunks(self.blobs, self.schema, name, pack, arrays[name], wanted)
+
+        return read
+
+    def _read_tokens(self, pack: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return int32 token ids and uint8 loss mask, [pack_tokens]."""
+        arrays = self.record(pack)["arrays"]
+        return (
+            read_flat(self.blobs, self.schema, TOKENS, pack, arrays[TOKENS]),
+            read_flat(self.blobs, self.schema, LOSS_MASK, pack, arrays[LOSS_MASK]),
         )
+
+    def _read_pack(self, pack: int, tokens: range, slots: Sequence[int]) -> "_PackPart":
+        """Read the inner chunks that cover some tokens of a pack."""
+        read = self._reader(pack)
+        if self.schema.is_coded:
+            features, final = self._decoded(
+                read_encoded(read, self.schema, slots=slots, tokens=tokens), slots
+            )
+        else:
+            arrays = self.schema.arrays
+            features = read_rows(read, arrays[FEATURES], FEATURES, slots=slots, tokens=tokens)
+            final = None
+            if FINAL in arrays:
+                final = read_rows(read, arrays[FINAL], FINAL, slots=[0], tokens=tokens)[0]
+        ids, mask = self._read_tokens(pack)
+        return _PackPart(
+            first_token=tokens.start, tokens=ids, loss_mask=mask, features=features, final=final
+        )
+
+    def _decoded(
+        self, codes: "EncodedStates", slots: Sequence[int]
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        from dflash_offline.common.quantize import decode_states
+
+        features, final = decode_states(codes, self.calibration, slots)
+        return bits_of(features), None if final is None else bits_of(final)
 
     def _document(self, index: int, part: "_PackPart") -> Document:
         sample = self.plan.samples[index]

@@ -105,11 +105,11 @@ def read_encoded(
     exact_rows, exact = _read_exact(read, schema, stored=stored, tokens=tokens)
     return EncodedStates(
         codes=torch.from_numpy(rows(FEATURES, slots)),
-        scales=as_tensor(rows(SCALES, slots)),
+        scales=as_bfloat16(rows(SCALES, slots)),
         final_codes=torch.from_numpy(rows(FINAL, [0])[0]) if has_final else None,
-        final_scales=as_tensor(rows(FINAL_SCALES, [0])[0]) if has_final else None,
+        final_scales=as_bfloat16(rows(FINAL_SCALES, [0])[0]) if has_final else None,
         exact_rows=torch.from_numpy(exact_rows),
-        exact=as_tensor(exact),
+        exact=as_bfloat16(exact),
     )
 
 
@@ -135,7 +135,7 @@ def _read_exact(
     return exact_rows.astype(np.int32), rows[places]
 
 
-def as_tensor(bits: np.ndarray) -> "torch.Tensor":
+def as_bfloat16(bits: np.ndarray) -> "torch.Tensor":
     """View uint16 bit patterns as a bfloat16 tensor of the same shape."""
     import torch
 

@@ -21,7 +21,7 @@ from dflash_offline.common.codecs import codec_named
 from dflash_offline.common.errors import BadInput
 from dflash_offline.common.identity import Identity
 from dflash_offline.common.lease import Ownership, is_owner_key, take_ownership
-from dflash_offline.common.pack_arrays import as_tensor, coded_arrays, inner_chunks
+from dflash_offline.common.pack_arrays import as_bfloat16, coded_arrays, inner_chunks
 from dflash_offline.common.pack_index import PackIndex, read_pack_index, write_pack_index
 from dflash_offline.common.pack_reader import read_flat
 from dflash_offline.common.quantize import Calibration, EncodedStates, encode_states
@@ -273,8 +273,8 @@ class Store:
             return states
         assert self.calibration is not None, "write_calibration comes before the first pack"
         encoded = encode_states(
-            as_tensor(features),
-            None if final is None else as_tensor(final),
+            as_bfloat16(features),
+            None if final is None else as_bfloat16(final),
             torch.from_numpy(self.first_rows(pack)),
             self.calibration,
         )
