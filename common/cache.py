@@ -16,6 +16,7 @@ from dflash_offline.common import records
 from dflash_offline.common.blobs import Blobs, LocalBlobs, blobs_at
 from dflash_offline.common.calibration_file import calibration_digests, read_calibration
 from dflash_offline.common.errors import BadInput, DamagedStore, MissingStore
+from dflash_offline.common.local_copy import local_copy
 from dflash_offline.common.pack_arrays import (
     ReadChunks,
     as_bfloat16,
@@ -25,6 +26,7 @@ from dflash_offline.common.pack_arrays import (
 )
 from dflash_offline.common.pack_index import PackIndex, read_pack_index, read_record
 from dflash_offline.common.pack_reader import read_chunks, read_flat
+from dflash_offline.common.read_cache import ReadCache
 from dflash_offline.common.store import (
     CALIBRATION_MANIFEST_KEY,
     FEATURES,
@@ -193,8 +195,9 @@ class Cache:
 
     def target_path(self) -> Path:
         """Return the local folder with the target's config, tokenizer and tensors."""
-        assert isinstance(self.blobs, LocalBlobs), "target files are read from local disks"
-        return self.blobs.root / TARGET
+        if isinstance(self.blobs, LocalBlobs):
+            return self.blobs.root / TARGET
+        return local_copy(self.blobs, self.fixed_files(), TARGET)
 
     @property
     def target_config(self) -> dict[str, Any]:
@@ -315,19 +318,32 @@ class _PackPart:
     final: np.ndarray | None  # uint16 [part, H]
 
 
-def open_cache(url: str, *, partial: bool = False) -> Cache:
+def open_cache(
+    url: str,
+    *,
+    partial: bool = False,
+    storage_options: Sequence[str] = (),
+    read_cache: Path | None = None,
+    read_cache_gb: float = 100.0,
+) -> Cache:
     """Open a store for reading.
 
     Args:
-        url: a local folder.
+        url: a local folder or any fsspec address.
         partial: accept a store whose extraction has not finished.
+        storage_options: `KEY=VALUE` each, for object storage; see `blobs_at`.
+        read_cache: local folder that keeps what was read from object storage.
+        read_cache_gb: size that it may reach, in GB.
 
     Raises:
         MissingStore: there is no store, or nothing is committed.
         BadInput: a newer format, or an unfinished store without `partial`.
         DamagedStore: the plan or a record is not what was written.
     """
-    cache = Cache(blobs_at(url))
+    blobs = blobs_at(url, storage_options)
+    if read_cache is not None and not isinstance(blobs, LocalBlobs):
+        blobs = ReadCache(blobs, read_cache, limit_bytes=int(read_cache_gb * 1e9))
+    cache = Cache(blobs)
     if not cache.packs:
         raise MissingStore(f"{url} has no committed pack yet; finish dflash-extract first")
     if not (partial or cache.is_complete):

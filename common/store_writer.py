@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from dflash_offline.common import records
-from dflash_offline.common.blobs import Blobs, blobs_at
+from dflash_offline.common.blobs import Blobs, blobs_at, in_parallel
 from dflash_offline.common.calibration_file import calibration_files, read_calibration
 from dflash_offline.common.codecs import codec_named
 from dflash_offline.common.errors import BadInput
@@ -89,6 +89,7 @@ class Store:
         target_files: Mapping[str, bytes | Path],
         options: Mapping[str, Any],
         append: bool = False,
+        storage_options: Sequence[str] = (),
     ) -> "Store":
         """Own the store at `url`: write its plan, tokens and target, or check that they agree.
 
@@ -99,12 +100,13 @@ class Store:
             options: resolved options of the run, saved for the reader.
             append: add the plan to a store that was made from other data; the same plan again
                 resumes.
+            storage_options: `KEY=VALUE` each, for object storage; see `blobs_at`.
 
         Raises:
             BadInput: another live run owns it, it was made with other settings, the address holds
                 something else, or there is too little room (before anything is written).
         """
-        blobs = blobs_at(url)
+        blobs = blobs_at(url, storage_options)
         planned = has_plan(blobs, identity, append=append)
         if not planned:
             refuse_small_disk(blobs, estimate_bytes(schema, plan), target_files)
@@ -127,14 +129,14 @@ class Store:
         return store
 
     @classmethod
-    def open(cls, url: str) -> "Store":
+    def open(cls, url: str, storage_options: Sequence[str] = ()) -> "Store":
         """Own a finished or interrupted store in order to change what it holds.
 
         Raises:
             MissingStore: there is none.
             BadInput: another live run owns it.
         """
-        blobs = blobs_at(url)
+        blobs = blobs_at(url, storage_options)
         read_header(blobs)
         store = cls(blobs, take_ownership(blobs))
         try:
@@ -334,9 +336,9 @@ class Store:
         digests = {}
         # The only objects ever replaced: the first axis of each array counts the planned packs.
         for name in (*self.schema.state_arrays, TOKENS, LOSS_MASK):
-            content = pretty_json(self.schema.array_json(name, total))
-            self.blobs.replace(f"{name}/{GROUP_KEY}", content)
-            digests[f"{name}/{GROUP_KEY}"] = records.sha256(content)
+            key, content = f"{name}/{GROUP_KEY}", pretty_json(self.schema.array_json(name, total))
+            self.blobs.replace(key, content, expected=self.blobs.read(key))
+            digests[key] = records.sha256(content)
         moved = Plan(
             samples=[replace(s, pack=s.pack + first_pack) for s in plan.samples],
             batches=[[[i + first_sample for i in b] for b in unit] for unit in plan.batches],
@@ -364,15 +366,16 @@ class Store:
         members: list[list[int]] = [[] for _ in range(plan.num_packs)]
         for index, sample in enumerate(plan.samples):
             members[sample.pack - first_pack].append(index)
-        token_files = [
-            {
+
+        def write_tokens(at: int) -> dict[str, Any]:
+            return {
                 name: self._write_shard(
-                    name, first_pack + at, [_row(self.schema, plan, indices, per_sample)]
+                    name, first_pack + at, [_row(self.schema, plan, members[at], per_sample)]
                 )
                 for name, per_sample in ((TOKENS, tokens), (LOSS_MASK, masks))
             }
-            for at, indices in enumerate(members)
-        ]
+
+        token_files = in_parallel(self.blobs, write_tokens, range(plan.num_packs))
         for name, content in records.plan_files(plan, token_files, identity.plan).items():
             key = f"{PLAN}/{number}/{name}"
             digests[key] = records.copy_in(self.blobs, key, content)
@@ -438,14 +441,14 @@ class Store:
 
 
 @contextmanager
-def own(url: str) -> Iterator[tuple[Blobs, Header]]:
+def own(url: str, storage_options: Sequence[str] = ()) -> Iterator[tuple[Blobs, Header]]:
     """Own an existing store without reading more than its root.
 
     Raises:
         MissingStore: there is none.
         BadInput: another live run owns it.
     """
-    blobs = blobs_at(url)
+    blobs = blobs_at(url, storage_options)
     header = read_header(blobs)
     assert header is not None
     lock = take_ownership(blobs)

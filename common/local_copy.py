@@ -1,0 +1,52 @@
+"""A verified copy of a store's fixed files on local disk, for libraries that read only paths."""
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from dflash_offline.common.blobs import Blobs, LocalBlobs
+from dflash_offline.common.errors import DamagedStore
+
+_PART_BYTES = 16 << 20
+
+
+def local_copy(blobs: Blobs, digests: Mapping[str, str], folder: str) -> Path:
+    """Return the local twin of a folder, fetching the files that are not there yet.
+
+    Twins lie under `$XDG_CACHE_HOME` (`~/.cache`), named by their content, so stores with the same
+    target share one. A file that is there is whole: it was checked before it got its name.
+
+    Args:
+        digests: key to SHA-256 of the store's fixed files.
+
+    Raises:
+        DamagedStore: a file is not what the manifest states.
+    """
+    wanted = {key: sha for key, sha in digests.items() if key.startswith(f"{folder}/")}
+    listing = "\n".join(f"{key} {sha}" for key, sha in sorted(wanted.items()))
+    name = hashlib.sha256(listing.encode()).hexdigest()[:16]
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    local = LocalBlobs(base / "dflash-offline" / name)
+    for key, sha in wanted.items():
+        if not (local.root / key).exists():
+            # Another process may fetch the same file; either copy will do.
+            with suppress(FileExistsError):
+                local.create(key, _checked_parts(blobs, key, sha))
+    return local.root / folder
+
+
+def _checked_parts(blobs: Blobs, key: str, sha: str) -> Iterator[bytes]:
+    """Yield a file in parts, and raise at its end when it is not what was stated."""
+    try:
+        size = blobs.size(key)
+    except FileNotFoundError:
+        raise DamagedStore(f"{key} is missing") from None
+    digest = hashlib.sha256()
+    for offset in range(0, size, _PART_BYTES):
+        part = blobs.read_range(key, offset, _PART_BYTES)
+        digest.update(part)
+        yield part
+    if digest.hexdigest() != sha:
+        raise DamagedStore(f"{key} differs from the manifest")
