@@ -20,7 +20,6 @@ from dflash_offline.common.errors import BadInput
 from dflash_offline.common.store import supervised
 from dflash_offline.train.anchors import (
     AnchoredDocument,
-    BlockLayout,
     build_pass,
     candidates,
     sample_anchors,
@@ -133,10 +132,11 @@ def evaluate_cache(
             "the store has no held-out samples to evaluate on: extract with --holdout above 0"
         )
     dtype = dtype or next(drafter.parameters()).dtype
-    judge = _Judge(drafter, embed.to(dtype), head.to(dtype))
+    judge = BlockJudge(drafter, embed.to(dtype), head.to(dtype))
     parts = []
     for documents in _passes(drafter.config, cache, wanted, supervise, max_anchors, rows_per_pass):
-        parts += judge.run(documents)
+        gains = judge.run(documents)
+        parts += [_counted(d.document.source, g) for d, g in zip(documents, gains, strict=True)]
     evaluation = merge(parts)
     if evaluation.num_anchors == 0:
         raise BadInput(
@@ -147,11 +147,20 @@ def evaluate_cache(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Part:
-    """One sample with the anchors to evaluate."""
+class AnchoredSample:
+    """One sample with the anchors to evaluate, at least one."""
 
     document: Document
     anchored: AnchoredDocument
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gains:
+    """What each block of one sample gained."""
+
+    judged: np.ndarray  # bool [A, P], the text goes on to that slot without a gap
+    accepted: np.ndarray  # bool [A, P], this slot and all before it agree with the text
+    produced: np.ndarray  # int64 [A], tokens gained
 
 
 def _passes(
@@ -161,11 +170,11 @@ def _passes(
     supervise: str,
     max_anchors: int | None,
     rows_per_pass: int,
-) -> Iterator[list[_Part]]:
+) -> Iterator[list[AnchoredSample]]:
     """Yield groups of samples whose blocks fill a forward; samples with no anchor are left out."""
     # Neighbours in a pack share what is read.
     order = sorted(samples, key=lambda i: (cache.plan.samples[i].pack, cache.plan.samples[i].start))
-    group: list[_Part] = []
+    group: list[AnchoredSample] = []
     rows = 0
     for first in range(0, len(order), _SAMPLES_PER_READ):
         chunk = order[first : first + _SAMPLES_PER_READ]
@@ -183,7 +192,7 @@ def _passes(
         yield group
 
 
-def _part(document: Document, supervise: str, max_anchors: int | None) -> _Part:
+def _part(document: Document, supervise: str, max_anchors: int | None) -> AnchoredSample:
     mask = supervised(document.loss_mask, supervise)
     anchors = candidates(mask)
     if max_anchors is not None and len(anchors) > max_anchors:
@@ -191,26 +200,28 @@ def _part(document: Document, supervise: str, max_anchors: int | None) -> _Part:
             mask, num_anchors=max_anchors, seed=0, epoch=0, occurrence=0, sample_id=document.id
         )
     anchored = AnchoredDocument(tokens=document.tokens, supervised=mask, anchors=anchors)
-    return _Part(document=document, anchored=anchored)
+    return AnchoredSample(document=document, anchored=anchored)
 
 
-class _Judge:
-    """Runs the drafter over passes and compares its best tokens with the text."""
+class BlockJudge:
+    """Runs the drafter over samples and compares its best tokens with their text.
+
+    Args:
+        drafter: on the device to use.
+        embed: [V, H] the target's embedding, on that device, in the compute dtype.
+        head: [V, H] the target's output weight, the same.
+    """
 
     def __init__(self, drafter: Drafter, embed: Tensor, head: Tensor) -> None:
-        config = drafter.config
         self._drafter = drafter
         self._embed = embed
         self._head = head
-        self._scale = config.input_embedding_scale
-        self._layout = BlockLayout(
-            block_size=config.block_size,
-            mask_token_id=config.mask_token_id,
-            sample_from_anchor=config.sample_from_anchor,
-        )
+        self._scale = drafter.config.input_embedding_scale
+        self._layout = drafter.config.layout
 
-    def run(self, parts: list[_Part]) -> list[CacheEvaluation]:
-        """Return one evaluation for each sample of a pass."""
+    @torch.no_grad()
+    def run(self, parts: Sequence[AnchoredSample]) -> list[Gains]:
+        """Return what the blocks of each sample gained, from one forward over all of them."""
         tables = build_pass([part.anchored for part in parts], self._layout)
         device = self._embed.device
         features = torch.cat([self._features(part, device) for part in parts])  # [T, K*H]
@@ -219,12 +230,15 @@ class _Judge:
         hidden = self._drafter(features, embeddings, moved)  # [N, H]
         hidden = hidden.view(tables.num_anchors, self._layout.block_size, -1)
         labels = tables.label_grid(tables.labels)  # [A, P]
-        # A slot is judged while the text goes on without a gap.
         judged = (labels >= 0).long().cumprod(dim=1).bool()  # [A, P]
         accepted = self._accepted(hidden, labels.to(device), judged.to(device)).cpu()  # [A, P]
-        return _counts(parts, tables.document.numpy(), judged.numpy(), accepted.numpy())
+        owner = tables.document.numpy()
+        return [
+            _gains(part.anchored, judged.numpy()[owner == i], accepted.numpy()[owner == i])
+            for i, part in enumerate(parts)
+        ]
 
-    def _features(self, part: _Part, device: torch.device) -> Tensor:
+    def _features(self, part: AnchoredSample, device: torch.device) -> Tensor:
         states = part.document.features_torch()[:, : part.anchored.num_context]  # [K, T, H]
         rows = states.to(device).transpose(0, 1).flatten(1)
         return rows.to(self._embed.dtype)
@@ -247,21 +261,19 @@ class _Judge:
         return torch.cat(parts) if parts else rows.new_empty(0, dtype=torch.int64)
 
 
-def _counts(
-    parts: list[_Part], owner: np.ndarray, judged: np.ndarray, accepted: np.ndarray
-) -> list[CacheEvaluation]:
-    evaluations = []
-    for index, part in enumerate(parts):
-        mine = owner == index
-        gained = accepted[mine].sum(axis=1) + 1  # [A]
-        counts = SourceCounts(
-            num_anchors=int(mine.sum()),
-            produced=int(np.minimum(gained, _text_left(part.anchored)).sum()),
-            judged=judged[mine].sum(axis=0),
-            accepted=accepted[mine].sum(axis=0),
-        )
-        evaluations.append(CacheEvaluation(counts={part.document.source: counts}))
-    return evaluations
+def _gains(document: AnchoredDocument, judged: np.ndarray, accepted: np.ndarray) -> Gains:
+    produced = np.minimum(accepted.sum(axis=1) + 1, _text_left(document))
+    return Gains(judged=judged, accepted=accepted, produced=produced)
+
+
+def _counted(source: str, gains: Gains) -> CacheEvaluation:
+    counts = SourceCounts(
+        num_anchors=len(gains.produced),
+        produced=int(gains.produced.sum()),
+        judged=gains.judged.sum(axis=0),
+        accepted=gains.accepted.sum(axis=0),
+    )
+    return CacheEvaluation(counts={source: counts})
 
 
 def _text_left(document: AnchoredDocument) -> np.ndarray:
