@@ -9,6 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# A stored teacher's mass off its list is one minus a sum of fp32 exponentials: less is rounding.
+TAIL_FLOOR = 1e-6
+
 
 class LinearCE(NamedTuple):
     """Per-row results of linear_ce, each [N]; only nll carries a gradient.
@@ -203,8 +206,11 @@ def linear_kl_topk(
     log_p_listed = log_p.gather(1, ids)  # [N, k]
     # The tail is summed over its own columns: one minus the listed mass would cancel.
     log_p_tail = torch.logsumexp(log_p.scatter(1, ids, float("-inf")), dim=-1)
-    q_tail = (1 - q.sum(dim=-1)).clamp_min(0)
+    q_tail = 1 - q.sum(dim=-1)
+    q_tail = torch.where(q_tail < TAIL_FLOOR, 0, q_tail)
     listed = torch.special.xlogy(q, q) - q * log_p_listed
+    # A list of the whole vocabulary leaves an empty tail, whose log is -inf.
+    log_p_tail = torch.where(q_tail > 0, log_p_tail, 0)
     tail = torch.special.xlogy(q_tail, q_tail) - q_tail * log_p_tail
     return LinearTopKKL(
         loss=_Poison.apply(listed.sum(dim=-1) + tail, valid),

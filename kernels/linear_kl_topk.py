@@ -1,0 +1,353 @@
+"""KL against a stored top-k teacher through a frozen head, in two matrix products.
+
+The teacher is k columns with log-probabilities, and one bucket for the rest of its mass; the
+student is compared over the same k + 1 buckets. Logits of listed columns are taken in fp32, as
+linear_ce does for its label. Formulas and figures: docs/kernels.md. Letters: N rows, C rows of a
+chunk, H hidden, V vocabulary, k listed columns.
+"""
+
+import torch
+from torch import Tensor
+
+from dflash_offline.kernels.head_rows import (
+    RowOptions,
+    check_head,
+    empty_results,
+    row_launch,
+    scale_rows,
+)
+from dflash_offline.kernels.logit_chunks import chunk_bounds, chunk_buffer, full_precision_sums
+from dflash_offline.kernels.logit_math import cap_logits, cap_slope
+from dflash_offline.kernels.optional_triton import tl, triton, use_triton
+from dflash_offline.kernels.reference_loss import TAIL_FLOOR, LinearTopKKL, accumulate_dtype
+
+# Tile of the listed logits: rows of the head, and elements of each, at a time.
+BLOCK_LISTED = 16
+BLOCK_H = 256
+
+PER_ROW = ["ids_ptr", "logprobs_ptr", *(f"{name}_ptr" for name in LinearTopKKL._fields)]
+
+
+@triton.jit(do_not_specialize=["num_columns"], do_not_specialize_on_alignment=["ids_ptr"])
+def _listed_logits_kernel(
+    x_ptr,
+    weight_ptr,
+    ids_ptr,
+    out_ptr,
+    stride_x,
+    stride_w,
+    stride_ids,
+    num_columns,
+    hidden,
+    num_listed,
+    BLOCK_K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """out_ik = x_i . W[ids_ik] in fp32; ids outside the vocabulary read column 0."""
+    row = tl.program_id(0).to(tl.int64)
+    offs_h = tl.arange(0, BLOCK_H)
+    for first in range(0, num_listed, BLOCK_K):
+        offs_k = first + tl.arange(0, BLOCK_K)
+        mask_k = offs_k < num_listed
+        ids = tl.load(ids_ptr + row * stride_ids + offs_k, mask=mask_k, other=0).to(tl.int64)
+        ids = tl.where((ids >= 0) & (ids < num_columns), ids, 0)
+        total = tl.zeros([BLOCK_K], tl.float32)
+        for start in range(0, hidden, BLOCK_H):
+            mask_h = start + offs_h < hidden
+            x = tl.load(x_ptr + row * stride_x + start + offs_h, mask=mask_h, other=0.0)
+            w = tl.load(
+                weight_ptr + ids[:, None] * stride_w + (start + offs_h)[None, :],
+                mask=mask_h[None, :],
+                other=0.0,
+            )
+            total += tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
+        tl.store(out_ptr + row * num_listed + offs_k, total, mask=mask_k)
+
+
+@triton.jit(do_not_specialize=["num_columns"], do_not_specialize_on_alignment=PER_ROW)
+def _linear_kl_topk_rows_kernel(
+    z_ptr,
+    listed_ptr,
+    ids_ptr,
+    logprobs_ptr,
+    loss_ptr,
+    mass_ptr,
+    lse_ptr,
+    argmax_ptr,
+    stride_z,
+    stride_ids,
+    stride_logprobs,
+    num_columns,
+    num_listed,
+    logit_scale,
+    softcap,
+    HAS_SOFTCAP: tl.constexpr,
+    WITH_GRAD: tl.constexpr,
+    FLOOR: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One row of raw logits to its loss and, in place, its gradient.
+
+    With P, Q the student's and teacher's mass off the list: dz_j = p_j - q_j on it and
+    p_j (1 - Q / P) off it. Listed columns are taken out of the buffer for the passes over it.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    z_ptr += row * stride_z
+    offs = tl.arange(0, BLOCK_V)
+    # Buffer rows are padded to 64 columns: a bound that is a multiple of 16 keeps loads wide.
+    bound = (num_columns + 15) // 16 * 16
+    neg_inf = float("-inf")
+
+    offs_k = tl.arange(0, BLOCK_K)
+    mask_k = offs_k < num_listed
+    ids = tl.load(ids_ptr + row * stride_ids + offs_k, mask=mask_k, other=0).to(tl.int32)
+    is_known = (ids >= 0) & (ids < num_columns)
+    is_valid = tl.sum((mask_k & (is_known == 0)).to(tl.int32)) == 0
+    mask_k = mask_k & is_known
+    log_q = tl.load(logprobs_ptr + row * stride_logprobs + offs_k, mask=mask_k, other=neg_inf)
+    log_q = log_q.to(tl.float32)
+    raw_listed = tl.load(listed_ptr + row * num_listed + offs_k, mask=mask_k, other=0.0)
+    listed = cap_logits(raw_listed, logit_scale, softcap, HAS_SOFTCAP)
+    listed = tl.where(mask_k, listed, neg_inf)
+    m_listed = tl.max(listed)
+    sum_listed = tl.sum(tl.exp(listed - m_listed))
+
+    absent = tl.full([BLOCK_K], neg_inf, tl.float32).to(z_ptr.dtype.element_ty)
+    tl.store(z_ptr + ids, absent, mask=mask_k)
+    # Other threads of the program read these columns next.
+    tl.debug_barrier()
+
+    m_tail = neg_inf
+    sum_tail = 0.0
+    for start in range(0, num_columns, BLOCK_V):
+        cols = start + offs
+        raw = tl.load(z_ptr + cols, mask=cols < bound, other=0.0).to(tl.float32)
+        z = cap_logits(raw, logit_scale, softcap, HAS_SOFTCAP)
+        z = tl.where((cols < num_columns) & (raw != neg_inf), z, neg_inf)
+        m_new = tl.maximum(m_tail, tl.max(z))
+        m_safe = tl.where(m_new == neg_inf, 0.0, m_new)
+        sum_tail = sum_tail * tl.exp(m_tail - m_safe) + tl.sum(tl.exp(z - m_safe))
+        m_tail = m_new
+
+    m = tl.maximum(m_listed, m_tail)
+    lse = m + tl.log(sum_listed * tl.exp(m_listed - m) + sum_tail * tl.exp(m_tail - m))
+    q = tl.exp(log_q)
+    q_tail = 1.0 - tl.sum(q)
+    q_tail = tl.where(q_tail < FLOOR, 0.0, q_tail)
+    log_p = listed - lse
+    loss = tl.sum(tl.where(q > 0.0, q * (log_q - log_p), 0.0))
+    if q_tail > 0.0:
+        loss += q_tail * (tl.log(q_tail) - (m_tail + tl.log(sum_tail) - lse))
+    nan = float("nan")
+    tl.store(loss_ptr + row, tl.where(is_valid, loss, nan))
+    tl.store(mass_ptr + row, sum_listed * tl.exp(m_listed - lse))
+    tl.store(lse_ptr + row, lse)
+
+    # exp(z - m_tail) times this is p - p Q / P; a list of the whole vocabulary leaves no tail.
+    share = tl.where(sum_tail > 0.0, q_tail / sum_tail, 0.0)
+    factor = tl.where(is_valid, tl.exp(m_tail - lse) - share, nan)
+    m_safe = tl.where(m_tail == neg_inf, 0.0, m_tail)
+    first = tl.full([BLOCK_V], 2147483647, tl.int32)
+    for start in range(0, num_columns, BLOCK_V):
+        cols = start + offs
+        raw = tl.load(z_ptr + cols, mask=cols < bound, other=0.0).to(tl.float32)
+        z = cap_logits(raw, logit_scale, softcap, HAS_SOFTCAP)
+        z = tl.where((cols < num_columns) & (raw != neg_inf), z, neg_inf)
+        first = tl.minimum(first, tl.where(z == m, cols, 2147483647))
+        if WITH_GRAD:
+            slope = cap_slope(raw, logit_scale, softcap, HAS_SOFTCAP)
+            dz = tl.exp(z - m_safe) * factor * slope
+            tl.store(z_ptr + cols, dz.to(z_ptr.dtype.element_ty), mask=cols < bound)
+    argmax = tl.minimum(tl.min(first), tl.min(tl.where(mask_k & (listed == m), ids, 2147483647)))
+    tl.store(argmax_ptr + row, tl.where(argmax < num_columns, argmax, 0).to(tl.int64))
+    if WITH_GRAD:
+        dz = (tl.exp(log_p) - q) * cap_slope(raw_listed, logit_scale, softcap, HAS_SOFTCAP)
+        dz = tl.where(is_valid, dz, nan)
+        tl.debug_barrier()
+        tl.store(z_ptr + ids, dz.to(z_ptr.dtype.element_ty), mask=mask_k)
+
+
+def _triton_chunk(
+    x: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    logprobs: Tensor,
+    logits: Tensor,
+    out: LinearTopKKL,
+    options: RowOptions,
+) -> None:
+    """Fill `out` from raw logits [C, V]; with_grad, leave dz in their place."""
+    (num_rows, num_listed), num_columns = ids.shape, weight.shape[0]
+    launch = row_launch(x.device)
+    listed = chunk_buffer("listed", 1, ids.numel(), dtype=torch.float32, device=x.device)
+    _listed_logits_kernel[(num_rows,)](
+        x,
+        weight,
+        ids,
+        listed,
+        x.stride(0),
+        weight.stride(0),
+        ids.stride(0),
+        num_columns,
+        x.shape[1],
+        num_listed,
+        BLOCK_K=BLOCK_LISTED,
+        BLOCK_H=BLOCK_H,
+        num_warps=4,
+    )
+    _linear_kl_topk_rows_kernel[(num_rows,)](
+        logits,
+        listed,
+        ids,
+        logprobs,
+        *out,
+        logits.stride(0),
+        ids.stride(0),
+        logprobs.stride(0),
+        num_columns,
+        num_listed,
+        options.logit_scale,
+        1.0 if options.softcap is None else options.softcap,
+        HAS_SOFTCAP=options.softcap is not None,
+        WITH_GRAD=options.with_grad,
+        FLOOR=TAIL_FLOOR,
+        BLOCK_V=launch.block_v,
+        BLOCK_K=triton.next_power_of_2(num_listed),
+        num_warps=launch.num_warps,
+    )
+
+
+def _torch_chunk(
+    x: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    logprobs: Tensor,
+    logits: Tensor,
+    out: LinearTopKKL,
+    options: RowOptions,
+) -> None:
+    """Same as _triton_chunk, in plain PyTorch: what runs on a CPU."""
+    dtype = accumulate_dtype(x.dtype)
+    valid = ((ids >= 0) & (ids < weight.shape[0])).all(dim=1)
+    ids = ids.long().clamp(0, weight.shape[0] - 1)
+    raw = logits.to(dtype)
+    if raw.dtype != logits.dtype:
+        # [C, k, H] rows of the head against x, as exact as fp32 logits would be.
+        raw.scatter_(1, ids, torch.linalg.vecdot(weight[ids].to(dtype), x[:, None].to(dtype)))
+    z, slope = raw * options.logit_scale, options.logit_scale
+    if options.softcap is not None:
+        t = torch.tanh(z / options.softcap)
+        z, slope = options.softcap * t, options.logit_scale * (1 - t * t)
+    lse = torch.logsumexp(z, dim=1, keepdim=True)
+    log_q = logprobs.to(dtype)
+    q = log_q.exp()
+    q_tail = 1 - q.sum(dim=1, keepdim=True)
+    q_tail = torch.where(q_tail < TAIL_FLOOR, 0, q_tail)
+    log_p = z.gather(1, ids) - lse
+    tail = z.scatter(1, ids, float("-inf"))
+    log_tail = torch.logsumexp(tail, dim=1, keepdim=True) - lse
+    loss = (torch.special.xlogy(q, q) - q * log_p).sum(dim=1, keepdim=True)
+    loss += torch.where(q_tail > 0, q_tail * (q_tail.log() - log_tail), 0)
+    out.loss.copy_(torch.where(valid, loss[:, 0], float("nan")))
+    out.mass.copy_(log_p.exp().sum(dim=1))
+    out.lse.copy_(lse[:, 0])
+    out.argmax.copy_(z.argmax(dim=1))
+    if options.with_grad:
+        # Subtracted as logarithms of the same column, so that an empty tail gives 0 and not 0 / 0.
+        p_tail = (tail - lse).exp()
+        dz = p_tail - q_tail * torch.where(p_tail > 0, (tail - lse - log_tail).exp(), 0)
+        dz.scatter_(1, ids, log_p.exp() - q).mul_(slope)
+        logits.copy_(dz.masked_fill_(~valid[:, None], float("nan")))
+
+
+class _LinearTopKKL(torch.autograd.Function):
+    """Saves dX [N, H], made in forward for an upstream gradient of one."""
+
+    @staticmethod
+    def forward(ctx, x, weight, ids, logprobs, options, chunk_rows, as_triton):
+        out = empty_results(LinearTopKKL, x)
+        dx = torch.empty_like(x) if options.with_grad else None
+        row_pass = _triton_chunk if as_triton else _torch_chunk
+        bounds = chunk_bounds(x.shape[0], chunk_rows)
+        rows = bounds[0][1] if bounds else 0
+        buffer = chunk_buffer("logits", rows, weight.shape[0], dtype=x.dtype, device=x.device)
+        with full_precision_sums(), torch.cuda.device_of(x):
+            for start, end in bounds:
+                chunk = slice(start, end)
+                logits = buffer[: end - start]
+                torch.mm(x[chunk], weight.T, out=logits)
+                results = LinearTopKKL(*(o[chunk] for o in out))
+                row_pass(x[chunk], weight, ids[chunk], logprobs[chunk], logits, results, options)
+                if options.with_grad:
+                    torch.mm(logits, weight, out=dx[chunk])
+        ctx.mark_non_differentiable(*out[1:])
+        ctx.save_for_backward(dx)
+        ctx.as_triton = as_triton
+        return tuple(out)
+
+    @staticmethod
+    def backward(ctx, grad_loss, *_unused):
+        (dx,) = ctx.saved_tensors
+        with torch.cuda.device_of(dx):
+            grad = scale_rows(dx, grad_loss, as_triton=ctx.as_triton)
+        return grad, None, None, None, None, None, None
+
+
+def linear_kl_topk(
+    x: Tensor,
+    weight: Tensor,
+    topk_ids: Tensor,
+    topk_logprobs: Tensor,
+    *,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    chunk_rows: int = 4096,
+    vocab_size: int | None = None,
+    implementation: str | None = None,
+) -> LinearTopKKL:
+    """Return KL from a teacher known by its k likeliest columns.
+
+    With q over the listed columns, Q = 1 - sum q, p = softmax of the student's logits and P its
+    mass off the list: `loss = sum q log(q / p) + Q log(Q / P)`, a lower bound of the full KL that
+    is zero only where the k + 1 buckets agree; Q under TAIL_FLOOR counts as zero. Differentiable
+    with respect to x alone. No final state of the teacher is needed, and nothing here waits for the
+    GPU.
+
+    Args:
+        x: [N, H] student rows, normalised as the head expects; fp32 or fp64 on CPUs, bf16 on GPUs.
+        weight: [V, H] head, same dtype; gets no gradient.
+        topk_ids: [N, k] int32 or int64, different columns in each row; a row with an id outside
+            [0, V) is poisoned: its loss and gradient are NaN.
+        topk_logprobs: [N, k] floating, the teacher's log-probabilities of the full distribution.
+        logit_scale: factor on the logits, before the soft-cap.
+        softcap: bound of the tanh soft-cap, or None.
+        chunk_rows: most rows whose logits exist at a time; changes the result by rounding only.
+        vocab_size: rows of weight that take part, where it is padded beyond the vocabulary.
+        implementation: "triton", "reference" (the same algorithm in plain PyTorch), or None to
+            choose by device.
+
+    Returns:
+        LinearTopKKL, four tensors [N].
+
+    Raises:
+        ValueError: shapes, dtypes or an implementation that do not go together.
+    """
+    weight = weight[:vocab_size].detach()
+    as_triton = use_triton(x, implementation)
+    check_head(x, weight, as_triton=as_triton)
+    shape = topk_ids.shape
+    if len(shape) != 2 or shape[0] != x.shape[0] or topk_logprobs.shape != shape or not shape[1]:
+        raise ValueError(
+            f"topk_ids are {tuple(shape)}, topk_logprobs {tuple(topk_logprobs.shape)}; "
+            f"both must be [{x.shape[0]}, k] with k at least 1"
+        )
+    options = RowOptions(
+        with_grad=x.requires_grad and torch.is_grad_enabled(),
+        logit_scale=logit_scale,
+        softcap=softcap,
+    )
+    results = _LinearTopKKL.apply(
+        x, weight, topk_ids, topk_logprobs.detach(), options, chunk_rows, as_triton
+    )
+    return LinearTopKKL(*results)
