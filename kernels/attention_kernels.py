@@ -19,24 +19,18 @@ from dflash_offline.kernels.optional_triton import tl, triton
 @triton.jit
 def _load_tokens(
     src, start, end, head, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_D: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Load tokens [start, start + BLOCK_N) of one head: [BLOCK_N, BLOCK_D], zeros from `end` on."""
-    offs_n = tl.arange(0, BLOCK_N)
     if TMA:
         # Past `end` come the next document's tokens, then zeros; the caller's mask covers both.
         x = src.load([start, head * D])
     else:
+        offs_n = tl.arange(0, BLOCK_N)
         offs_d = tl.arange(0, BLOCK_D)
-        base = src + tl.cast(start, tl.int64) * STRIDE + head * D
-        ptrs = base + offs_n[:, None] * STRIDE + offs_d[None, :]
-        if MASKED:
-            mask = (start + offs_n < end)[:, None] & (offs_d < D)[None, :]
-            x = tl.load(ptrs, mask=mask, other=0.0)
-        elif BLOCK_D != D:
-            x = tl.load(ptrs, mask=(offs_d < D)[None, :], other=0.0)
-        else:
-            x = tl.load(ptrs)
+        offs = offs_n[:, None] * STRIDE + offs_d[None, :]
+        mask = (start + offs_n < end)[:, None] & (offs_d < D)[None, :]
+        x = tl.load(src + tl.cast(start, tl.int64) * STRIDE + head * D + offs, mask=mask, other=0.0)
     return x
 
 
@@ -75,25 +69,14 @@ def _fwd_step(acc, m, total, s, v, scale_log2, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _fwd_span(
-    acc, m, total, q, k_src, v_src, begin, end, bound, head, hi, floor, scale_log2,
-    STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Attend to context tokens [begin, end) in steps of BLOCK_N; those from `bound` on are zero."""
-    offs_n = tl.arange(0, BLOCK_N)
-    for start in range(begin, end, BLOCK_N):
-        k = _load_tokens(k_src, start, bound, head, STRIDE_K, D, BLOCK_N, BLOCK_D, MASKED, TMA)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if MASKED:
-            visible = (start + offs_n)[None, :] < hi[:, None]
-            if WINDOW > 0:
-                visible = visible & ((start + offs_n)[None, :] > floor[:, None])
-            s = tl.where(visible, s, float("-inf"))
-        v = _load_tokens(v_src, start, bound, head, STRIDE_V, D, BLOCK_N, BLOCK_D, MASKED, TMA)
-        acc, m, total = _fwd_step(acc, m, total, s, v, scale_log2, PRECISION)
-    return acc, m, total
+def _context_range(lo, hi_min, hi_max, B: tl.constexpr, WINDOW: tl.constexpr):
+    """Return where a group's context begins, and from where on its lower bounds need no mask."""
+    begin = lo
+    inside = lo
+    if WINDOW > 0:
+        begin = tl.maximum(lo, hi_min - WINDOW + 1)
+        inside = hi_max + B - WINDOW
+    return begin, inside
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -138,40 +121,32 @@ def _block_attention_fwd_kernel(
     row_c = tl.cast(first, tl.int64) * B + offs_c
     head_c = tl.zeros_like(offs_c) + head
     mask_c = valid_c[:, None] & mask_d[None, :]
-    k = tl.load(
+    k_own = tl.load(
         k_own_ptr + _row_offsets(row_c, head_c, STRIDE_KO, D, BLOCK_D), mask=mask_c, other=0.0
     )
-    v = tl.load(
+    v_own = tl.load(
         v_own_ptr + _row_offsets(row_c, head_c, STRIDE_VO, D, BLOCK_D), mask=mask_c, other=0.0
     )
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    s = tl.where(_own_mask(slot, offs_c, valid, valid_c, B, CAUSAL, WINDOW), s, float("-inf"))
+    s_own = tl.dot(q, tl.trans(k_own), input_precision=PRECISION)
+    mask = _own_mask(slot, offs_c, valid, valid_c, B, CAUSAL, WINDOW)
+    s_own = tl.where(mask, s_own, float("-inf"))
     m = tl.full([BLOCK_M], -1e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    acc, m, total = _fwd_step(acc, m, total, s, v, scale_log2, PRECISION)
+    acc, m, total = _fwd_step(acc, m, total, s_own, v_own, scale_log2, PRECISION)
 
-    begin = lo
-    if WINDOW > 0:
-        begin = tl.maximum(lo, hi_min - WINDOW + 1)
-        # Tokens that the last row of the group's last slot does not see any more need a mask.
-        middle = tl.minimum(tl.maximum(begin, hi_max + B - WINDOW), hi_min)
-        middle = begin + tl.cdiv(middle - begin, BLOCK_N) * BLOCK_N
-        middle = tl.minimum(middle, hi_max)
-        acc, m, total = _fwd_span(
-            acc, m, total, q, k_src, v_src, begin, middle, hi_max, head, hi, floor, scale_log2,
-            STRIDE_K, STRIDE_V, D, BLOCK_N, BLOCK_D, True, WINDOW, TMA, PRECISION,
-        )  # fmt: skip
-        begin = middle
-    whole = begin + tl.maximum(hi_min - begin, 0) // BLOCK_N * BLOCK_N
-    acc, m, total = _fwd_span(
-        acc, m, total, q, k_src, v_src, begin, whole, hi_max, head, hi, floor, scale_log2,
-        STRIDE_K, STRIDE_V, D, BLOCK_N, BLOCK_D, False, 0, TMA, PRECISION,
-    )  # fmt: skip
-    acc, m, total = _fwd_span(
-        acc, m, total, q, k_src, v_src, whole, hi_max, hi_max, head, hi, floor, scale_log2,
-        STRIDE_K, STRIDE_V, D, BLOCK_N, BLOCK_D, True, WINDOW, TMA, PRECISION,
-    )  # fmt: skip
+    offs_n = tl.arange(0, BLOCK_N)
+    begin, inside = _context_range(lo, hi_min, hi_max, B, WINDOW)
+    for start in range(begin, hi_max, BLOCK_N):
+        k = _load_tokens(k_src, start, hi_max, head, STRIDE_K, D, BLOCK_N, BLOCK_D, TMA)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if (start + BLOCK_N > hi_min) | (start < inside):
+            visible = (start + offs_n)[None, :] < hi[:, None]
+            if WINDOW > 0:
+                visible = visible & ((start + offs_n)[None, :] > floor[:, None])
+            s = tl.where(visible, s, float("-inf"))
+        v = _load_tokens(v_src, start, hi_max, head, STRIDE_V, D, BLOCK_N, BLOCK_D, TMA)
+        acc, m, total = _fwd_step(acc, m, total, s, v, scale_log2, PRECISION)
 
     total = tl.where(valid, total, 1.0)
     out = acc / total[:, None]
@@ -179,31 +154,6 @@ def _block_attention_fwd_kernel(
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask_q)
     offs_l = tl.cast(head, tl.int64) * num_rows * R + row * R + offs_m % R
     tl.store(lse_ptr + offs_l, m + tl.log2(total), mask=valid)
-
-
-@triton.jit
-def _dq_span(
-    dq, q, do, lse, delta, k_src, v_src, begin, end, bound, head, hi, floor, scale_log2,
-    STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add ds k of context tokens [begin, end) to dq, with ds = p (do v^T - delta)."""
-    offs_n = tl.arange(0, BLOCK_N)
-    for start in range(begin, end, BLOCK_N):
-        k = _load_tokens(k_src, start, bound, head, STRIDE_K, D, BLOCK_N, BLOCK_D, MASKED, TMA)
-        v = _load_tokens(v_src, start, bound, head, STRIDE_V, D, BLOCK_N, BLOCK_D, MASKED, TMA)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-        p = tl.exp2(s * scale_log2 - lse[:, None])
-        if MASKED:
-            visible = (start + offs_n)[None, :] < hi[:, None]
-            if WINDOW > 0:
-                visible = visible & ((start + offs_n)[None, :] > floor[:, None])
-            p = tl.where(visible, p, 0.0)
-        ds = p * (dp - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-    return dq
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -238,6 +188,13 @@ def _block_attention_bwd_q_kernel(
     row_c = tl.cast(first, tl.int64) * B + offs_c
     head_c = tl.zeros_like(offs_c) + head
     mask_c = valid_c[:, None] & mask_d[None, :]
+    offs_n = tl.arange(0, BLOCK_N)
+    k_own = tl.load(
+        k_own_ptr + _row_offsets(row_c, head_c, STRIDE_KO, D, BLOCK_D), mask=mask_c, other=0.0
+    )
+    v_own = tl.load(
+        v_own_ptr + _row_offsets(row_c, head_c, STRIDE_VO, D, BLOCK_D), mask=mask_c, other=0.0
+    )
     dk = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
 
@@ -259,48 +216,36 @@ def _block_attention_bwd_q_kernel(
         # Rows that only fill the tile get p = exp2(0 - inf) = 0.
         lse = tl.load(lse_ptr + offs_l, mask=valid, other=float("inf"))
 
-        dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        begin = lo
-        if WINDOW > 0:
-            begin = tl.maximum(lo, hi_min - WINDOW + 1)
-            middle = tl.minimum(tl.maximum(begin, hi_max + B - WINDOW), hi_min)
-            middle = begin + tl.cdiv(middle - begin, BLOCK_N) * BLOCK_N
-            middle = tl.minimum(middle, hi_max)
-            dq = _dq_span(
-                dq, q, do, lse, delta, k_src, v_src, begin, middle, hi_max, head, hi, floor,
-                scale_log2, STRIDE_K, STRIDE_V, D, BLOCK_N, BLOCK_D, True, WINDOW, TMA, PRECISION,
-            )  # fmt: skip
-            begin = middle
-        whole = begin + tl.maximum(hi_min - begin, 0) // BLOCK_N * BLOCK_N
-        dq = _dq_span(
-            dq, q, do, lse, delta, k_src, v_src, begin, whole, hi_max, head, hi, floor,
-            scale_log2, STRIDE_K, STRIDE_V, D, BLOCK_N, BLOCK_D, False, 0, TMA, PRECISION,
-        )  # fmt: skip
-        dq = _dq_span(
-            dq, q, do, lse, delta, k_src, v_src, whole, hi_max, hi_max, head, hi, floor,
-            scale_log2, STRIDE_K, STRIDE_V, D, BLOCK_N, BLOCK_D, True, WINDOW, TMA, PRECISION,
-        )  # fmt: skip
-
-        k = tl.load(
-            k_own_ptr + _row_offsets(row_c, head_c, STRIDE_KO, D, BLOCK_D), mask=mask_c, other=0.0
-        )
-        v = tl.load(
-            v_own_ptr + _row_offsets(row_c, head_c, STRIDE_VO, D, BLOCK_D), mask=mask_c, other=0.0
-        )
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        s_own = tl.dot(q, tl.trans(k_own), input_precision=PRECISION)
+        dp_own = tl.dot(do, tl.trans(v_own), input_precision=PRECISION)
         mask = _own_mask(slot, offs_c, valid, valid_c, B, CAUSAL, WINDOW)
-        p = tl.where(mask, tl.exp2(s * scale_log2 - lse[:, None]), 0.0)
-        ds = (p * (dp - delta[:, None])).to(q.dtype)
-        dq = tl.dot(ds, k, dq, input_precision=PRECISION)
-        dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision=PRECISION)
-        dk = tl.dot(tl.trans(ds), q, dk, input_precision=PRECISION)
+        p_own = tl.where(mask, tl.exp2(s_own * scale_log2 - lse[:, None]), 0.0)
+        ds_own = (p_own * (dp_own - delta[:, None])).to(q.dtype)
+        dv = tl.dot(tl.trans(p_own.to(do.dtype)), do, dv, input_precision=PRECISION)
+        dk = tl.dot(tl.trans(ds_own), q, dk, input_precision=PRECISION)
+        if chunk == CHUNKS - 1:
+            offs_own = _row_offsets(row_c, head_c, HKV * D, D, BLOCK_D)
+            dk_ptrs, dv_ptrs = dk_own_ptr + offs_own, dv_own_ptr + offs_own
+            tl.store(dk_ptrs, (dk * scale).to(dk_own_ptr.dtype.element_ty), mask=mask_c)
+            tl.store(dv_ptrs, dv.to(dv_own_ptr.dtype.element_ty), mask=mask_c)
+        dq = tl.dot(ds_own, k_own, input_precision=PRECISION)
+
+        begin, inside = _context_range(lo, hi_min, hi_max, B, WINDOW)
+        for start in range(begin, hi_max, BLOCK_N):
+            k = _load_tokens(k_src, start, hi_max, head, STRIDE_K, D, BLOCK_N, BLOCK_D, TMA)
+            v = _load_tokens(v_src, start, hi_max, head, STRIDE_V, D, BLOCK_N, BLOCK_D, TMA)
+            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+            p = tl.exp2(s * scale_log2 - lse[:, None])
+            if (start + BLOCK_N > hi_min) | (start < inside):
+                visible = (start + offs_n)[None, :] < hi[:, None]
+                if WINDOW > 0:
+                    visible = visible & ((start + offs_n)[None, :] > floor[:, None])
+                p = tl.where(visible, p, 0.0)
+            ds = p * (dp - delta[:, None])
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
         dq_ptrs = dq_ptr + _row_offsets(row, q_head, HQ * D, D, BLOCK_D)
         tl.store(dq_ptrs, (dq * scale).to(dq_ptr.dtype.element_ty), mask=mask_q)
-
-    offs_own = _row_offsets(row_c, head_c, HKV * D, D, BLOCK_D)
-    tl.store(dk_own_ptr + offs_own, (dk * scale).to(dk_own_ptr.dtype.element_ty), mask=mask_c)
-    tl.store(dv_own_ptr + offs_own, dv.to(dv_own_ptr.dtype.element_ty), mask=mask_c)
 
 
 @triton.jit
@@ -344,8 +289,8 @@ def _block_attention_bwd_kv_kernel(
     delta_ptr += tl.cast(head, tl.int64) * num_rows * R
 
     tokens = start + tl.arange(0, BLOCK_N)
-    k = _load_tokens(k_ptr, start, end, head, STRIDE_K, D, BLOCK_N, BLOCK_D, True, False)
-    v = _load_tokens(v_ptr, start, end, head, STRIDE_V, D, BLOCK_N, BLOCK_D, True, False)
+    k = _load_tokens(k_ptr, start, end, head, STRIDE_K, D, BLOCK_N, BLOCK_D, False)
+    v = _load_tokens(v_ptr, start, end, head, STRIDE_V, D, BLOCK_N, BLOCK_D, False)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
 
@@ -370,16 +315,17 @@ def _block_attention_bwd_kv_kernel(
         valid = offs_m < tl.minimum(SLOTS, stop - slot) * R
         q = _load_slots(q_src, slot, valid, head, STRIDE_Q, R, D, SLOTS, BLOCK_M, BLOCK_D, TMA)
         do = _load_slots(do_src, slot, valid, head, HQ * D, R, D, SLOTS, BLOCK_M, BLOCK_D, TMA)
-        # Rows past `stop` get p = exp2(s - inf) = 0.
+        # Unmasked: a tile that runs over reads what is not its own, up to BLOCK_M of padding.
         offs_l = tl.cast(slot, tl.int64) * R + offs_m
-        lse = tl.load(lse_ptr + offs_l, mask=valid, other=float("inf"))
-        delta = tl.load(delta_ptr + offs_l, mask=valid, other=0.0)
+        lse = tl.load(lse_ptr + offs_l)
+        delta = tl.load(delta_ptr + offs_l)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
         p = tl.exp2(s * scale_log2 - lse[None, :])
         if (slot < whole) | (slot + SLOTS > ragged):
             hi = tl.load(hi_ptr + (slot + offs_m // R) // B, mask=valid, other=0)
-            visible = tokens[:, None] < hi[None, :]
+            visible = (tokens[:, None] < hi[None, :]) & valid[None, :]
+            delta = tl.where(valid, delta, 0.0)
             if WINDOW > 0:
                 floor = hi + (slot + offs_m // R) % B - WINDOW
                 visible = visible & (tokens[:, None] > floor[None, :])
