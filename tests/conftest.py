@@ -31,7 +31,9 @@ class Corpus:
     final: list[np.ndarray]
     target_files: dict[str, bytes]
 
-    def open(self, url: Path, *, append: bool = False) -> Store:
+    def open(
+        self, url: Path | str, *, append: bool = False, storage_options: tuple[str, ...] = ()
+    ) -> Store:
         return Store.create_or_resume(
             str(url),
             schema=self.schema,
@@ -42,6 +44,7 @@ class Corpus:
             target_files=self.target_files,
             options={"note": "made by a test"},
             append=append,
+            storage_options=storage_options,
         )
 
     def commit(
