@@ -6,8 +6,10 @@ Letters: T tokens, K captured layers, H hidden, V vocabulary, N decoder layers.
 """
 
 import functools
+import io
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,11 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+)
+from transformers.utils.logging import (
+    disable_progress_bar,
+    enable_progress_bar,
+    is_progress_bar_enabled,
 )
 
 from dflash_offline.common.checkpoint_files import Checkpoint, find_checkpoint, sampled_digest
@@ -182,7 +189,7 @@ def load_target(
     extra: dict[str, Any] = {"attn_implementation": attention} if attention else {}
     if checkpoint.gguf_file:
         extra["quantization_config"] = GgufConfig(dequantize=True)
-    with _refusing(checkpoint, "weights"):
+    with _refusing(checkpoint, "weights"), _bars_only_on_terminals():
         causal = AutoModelForCausalLM.from_pretrained(
             checkpoint.where,
             config=_full_config(checkpoint),
@@ -297,6 +304,23 @@ def _refusing(checkpoint: Checkpoint, part: str) -> Iterator[None]:
             f"--target {checkpoint.given}: its {part} cannot be loaded ({reason}); give a GGUF "
             "file, a Hugging Face folder or a hub id of a causal language model"
         ) from problem
+
+
+@contextmanager
+def _bars_only_on_terminals() -> Iterator[None]:
+    """Keep transformers' progress bars, hundreds of redrawn lines, out of log files."""
+    if sys.stderr.isatty():
+        yield
+        return
+    was_enabled = is_progress_bar_enabled()
+    disable_progress_bar()
+    try:
+        # The GGUF reader has a bar of its own, which no setting turns off.
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        if was_enabled:
+            enable_progress_bar()
 
 
 def _drop_other_modalities(causal: PreTrainedModel) -> None:

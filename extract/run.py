@@ -20,15 +20,9 @@ from dflash_offline.common.identity import Identity, Scalar
 from dflash_offline.common.layer_ids import resolve_layers
 from dflash_offline.common.options import config_as_dict, print_config
 from dflash_offline.common.progress import JsonLog, format_seconds
-from dflash_offline.common.store import (
-    LOGS,
-    MANIFEST_KEY,
-    Plan,
-    Schema,
-    estimate_bytes,
-    exists,
-)
+from dflash_offline.common.store import LOGS, MANIFEST_KEY, Plan, Schema, exists
 from dflash_offline.common.store_checks import refuse_small_disk
+from dflash_offline.common.store_size import estimate_bytes
 from dflash_offline.common.store_writer import Store
 from dflash_offline.common.target import Target, load_config, load_target, load_tokenizer
 from dflash_offline.extract.config import ExtractConfig
