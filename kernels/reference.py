@@ -13,6 +13,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dflash_offline.kernels.coded_states import (
+    CodedStates,
+    as_bfloat16,
+    hadamard,
+    unpack_codes,
+)
+
 # Scores held at a time by one softmax of block_attention, in elements (128 MiB in float32).
 MAX_SCORES = 1 << 25
 
@@ -183,16 +190,44 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return (torch.nn.functional.silu(wide) * up.to(wide.dtype)).to(gate.dtype)
 
 
-def gather_raw(values: Tensor, rows: Tensor | None = None, *, dtype=torch.bfloat16) -> Tensor:
-    """Turn layer-major states [K, T, H] into token-major [rows, K * H].
+def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+    """Return swiglu(gate, up) @ weight.T."""
+    return torch.nn.functional.linear(swiglu(gate, up), weight)
 
-    Args:
-        values: [K, T, H], a float dtype, or uint16 holding bfloat16 bit patterns.
-        rows: integer [rows] of tokens to take; None takes all T in order.
-        dtype: of the result.
+
+def gather_dequant(
+    states: CodedStates,
+    rows: Tensor | None = None,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """Turn layer-major states into token-major rows [R, K * H].
+
+    Same as `gather_dequant.gather_dequant`; `coded_states` has the formulas.
     """
-    if values.dtype == torch.uint16:
-        values = values.view(torch.bfloat16)
+    values = as_bfloat16(states.values)
     if rows is not None:
         values = values[:, rows.long()]
-    return values.transpose(0, 1).reshape(values.shape[1], -1).to(dtype)
+    x = values if states.codec == "raw" else _decode(states, values, rows)
+    if norm_weight is not None:
+        x = rms_norm(x.to(compute_dtype(x)), norm_weight.expand(x.shape[0], -1)[:, None], eps)
+    return x.transpose(0, 1).reshape(x.shape[1], -1).to(dtype)
+
+
+def _decode(states: CodedStates, codes: Tensor, rows: Tensor | None) -> Tensor:
+    """Decode codes [K, R, bytes] to float32 [K, R, H]."""
+    scales = states.scales if rows is None else states.scales[:, rows.long()]
+    y = unpack_codes(states, codes)
+    y = y.unflatten(-1, (scales.shape[-1], -1)) * scales[..., None].float()
+    if states.codec == "int3":
+        y = y @ hadamard(device=y.device)
+    x = states.mean[:, None] + states.gain[:, None] * y.flatten(-2)
+    if states.exact_slot is None:
+        return x
+    slot = states.exact_slot if rows is None else states.exact_slot[:, rows.long()]
+    exact = as_bfloat16(states.exact)
+    if exact.shape[0] == 0:
+        return x
+    return torch.where((slot >= 0)[..., None], exact[slot.clamp(min=0).long()].float(), x)
