@@ -110,7 +110,8 @@ class S3Blobs(ObjectBlobs):
             found = Session(profile=given.get("profile")).get_credentials()
             if found is None:
                 raise PermissionError("no credentials found")
-            access, secret, token = found.get_frozen_credentials()
+            frozen = found.get_frozen_credentials()
+            access, secret, token = frozen.access_key, frozen.secret_key, frozen.token
         return {
             "access_key_id": access,
             "secret_access_key": secret,
