@@ -25,6 +25,7 @@ from dflash_offline.common.store_checks import refuse_small_disk
 from dflash_offline.common.store_size import estimate_bytes
 from dflash_offline.common.store_writer import Store
 from dflash_offline.common.target import Target, load_config, load_target, load_tokenizer
+from dflash_offline.extract.calibrate import calibrate
 from dflash_offline.extract.config import ExtractConfig
 from dflash_offline.extract.corpus import CorpusReader, TokenRow
 from dflash_offline.extract.fast_path import check_fast_path
@@ -32,7 +33,6 @@ from dflash_offline.extract.forward import StateForward
 from dflash_offline.extract.plan import PlanOptions, make_plan, padded_fraction
 from dflash_offline.extract.self_check import Check, report, self_check
 from dflash_offline.extract.settings import (
-    check_codec,
     check_teacher,
     default_device,
     parse_holdout,
@@ -104,6 +104,9 @@ def extract(config: ExtractConfig) -> None:
         with StateForward(
             target, store.schema.layers, keep_final=planned.schema.teacher == "final"
         ) as forward:
+            calibrate(
+                store, forward, target, seed=config.seed, batch_tokens=config.batch_tokens
+            )
             extract_packs(store, forward, run_info=run_info(target), outcome=outcome)
     log.write({"kind": "end", **_outcome_record(outcome)})
     console.print(_end_sentence(config, store, outcome))
@@ -112,7 +115,6 @@ def extract(config: ExtractConfig) -> None:
 
 def plan_extraction(config: ExtractConfig, device: torch.device) -> Planned:
     """Check options, read the corpus and make the plan; loads no weights, writes nothing."""
-    check_codec(config.codec)
     check_teacher(config.teacher)
     holdout = parse_holdout(config.holdout)
     chat = ChatOptions.from_options(

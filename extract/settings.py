@@ -9,19 +9,6 @@ from dflash_offline.common.errors import BadInput
 
 DEFAULT_MAX_LENGTH = 4096
 _TEACHERS = ("none", "final")
-_CODECS = ("raw", "lossless")
-_LATER_CODECS = ("int8", "int4", "int3")
-
-
-def check_codec(codec: str) -> None:
-    """Refuse codecs that do not exist, and those that are planned by name only."""
-    if codec in _LATER_CODECS:
-        raise BadInput(
-            f"--codec {codec} is not available yet; allowed are {', '.join(_CODECS)}, of which "
-            "lossless is the smaller"
-        )
-    if codec not in _CODECS:
-        raise BadInput(f"--codec {codec} is unknown; allowed are {', '.join(_CODECS)}")
 
 
 def check_teacher(teacher: str) -> None:
