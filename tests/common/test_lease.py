@@ -1,0 +1,164 @@
+"""Ownership: one live run, takeover of dead ones, and what happens to a run that was silent."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from dflash_offline.common import lease
+from dflash_offline.common.blobs import blobs_at
+from dflash_offline.common.errors import BadInput, Stopped
+from dflash_offline.common.lease import Lease, LocalLock, take_ownership
+from dflash_offline.common.object_blobs import ObjectBlobs
+
+
+@pytest.fixture
+def blobs(request, tmp_path) -> ObjectBlobs:
+    return blobs_at(f"memory://{tmp_path}")
+
+
+def pretend_owner(blobs: ObjectBlobs, **fields: object) -> None:
+    """Make the present owner's record look like another machine's or process's."""
+    key = max(k for k in blobs.list(lease.OWNER) if k.endswith(".json"))
+    blobs.replace(key, json.dumps(json.loads(blobs.read(key)) | fields).encode())
+
+
+def pretend_age(blobs: ObjectBlobs, monkeypatch, seconds: float) -> None:
+    monkeypatch.setattr(type(blobs), "age_s", lambda _self, _key: seconds)
+
+
+def dead_process() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_second_live_run_is_refused(blobs):
+    first = take_ownership(blobs)
+    with pytest.raises(BadInput, match=rf"process {os.getpid()} on .*, since .*, on this machine"):
+        take_ownership(blobs)
+    first.release()
+    take_ownership(blobs).release()
+    names = [key.rpartition("/")[2] for key in blobs.list(lease.OWNER)]
+    assert names == ["00000001.beat", "00000001.json"], "older generations are gone"
+
+
+def test_dead_process_of_this_machine_is_followed_at_once(blobs):
+    first = Lease(blobs, beat_s=1000)
+    first.acquire("first")
+    pretend_owner(blobs, pid=dead_process())
+    second = Lease(blobs)
+    second.acquire("second")
+    first._beat()
+    with pytest.raises(Stopped, match="taken over by another run .second."):
+        first.check()
+    second.check()
+    second.release()
+    first.release()
+    assert blobs.read(lease._beat_key(1)) == b"released", "a lost lease is not released twice"
+
+
+def test_reused_process_number_counts_as_dead(blobs):
+    first = Lease(blobs, beat_s=1000)
+    first.acquire("first")
+    pretend_owner(blobs, started="1")
+    second = Lease(blobs)
+    second.acquire("second")
+    second.release()
+    first.release()
+
+
+def test_other_machine_waits_for_silence(blobs, monkeypatch):
+    first = Lease(blobs, beat_s=1000)
+    first.acquire("process 7 on far")
+    pretend_owner(blobs, host="far", boot="other")
+    pretend_age(blobs, monkeypatch, 89)
+    with pytest.raises(BadInput, match="process 7 on far, last heard from 89 s ago.*after 90 s"):
+        take_ownership(blobs)
+    pretend_age(blobs, monkeypatch, 91)
+    take_ownership(blobs).release()
+    first.release()
+
+
+def test_owner_between_record_and_first_beat_is_alive(blobs):
+    blobs.create(f"{lease.OWNER}/00000000.json", [b'{"description": "far", "host": "far"}'])
+    with pytest.raises(BadInput, match="far, last heard from 0 s ago"):
+        take_ownership(blobs)
+
+
+def test_beats_go_on(blobs):
+    owner = Lease(blobs, beat_s=0.05)
+    owner.acquire("owner")
+    begin = owner._last_beat
+    time.sleep(0.3)
+    assert owner._last_beat > begin
+    owner.release()
+
+
+def test_silent_owner_stops_writing(blobs, monkeypatch):
+    owner = Lease(blobs, beat_s=0.01)
+    owner.acquire("owner")
+    owner._stop.set()
+    owner._thread.join()
+
+    def unreachable(*_arguments, **_options):
+        raise Stopped("storage unreachable")
+
+    monkeypatch.setattr(type(blobs), "list", unreachable)
+    owner._last_beat -= 61
+    with pytest.raises(Stopped, match="storage unreachable"):
+        owner.check()
+    monkeypatch.undo()
+    owner.check()
+    owner.release()
+
+
+def test_slow_contender_sees_the_newer_owner(blobs, monkeypatch):
+    """A run that saw a dead owner, slept through a whole successor, and then creates its record."""
+    for _ in range(2):
+        take_ownership(blobs).release()
+    newest = take_ownership(blobs)
+    late = Lease(blobs)
+    whole, first_sight = Lease._highest, iter([0])
+    monkeypatch.setattr(
+        Lease, "_highest", lambda self: 0 if next(first_sight, None) == 0 else whole(self)
+    )
+    monkeypatch.setattr(Lease, "_refuse_if_alive", lambda _self, _generation: None)
+    with pytest.raises(BadInput, match="another live run"):
+        late.acquire("late")
+    monkeypatch.undo()
+    newest.check()
+    newest.release()
+
+
+def test_local_lock_names_its_owner(tmp_path):
+    first = LocalLock(tmp_path)
+    first.acquire("process 1 on here, since noon")
+    with pytest.raises(BadInput, match="process 1 on here, since noon"):
+        LocalLock(tmp_path).acquire("second")
+    first.check()
+    first.release()
+    LocalLock(tmp_path).acquire("third")
+
+
+def test_lease_on_s3(s3_server, s3_url):
+    blobs = blobs_at(s3_url, s3_server.options)
+    first = take_ownership(blobs)
+    with pytest.raises(BadInput, match="on this machine"):
+        take_ownership(blobs)
+    pretend_owner(blobs, host="far")
+    with pytest.raises(BadInput, match="last heard from [0-9] s ago"):
+        take_ownership(blobs)
+    first.release()
+    take_ownership(blobs).release()
+
+
+def test_store_keeps_a_second_run_out(s3_server, s3_url, corpus_maker):
+    corpus = corpus_maker(lengths=(40, 30), num_held_out=0)
+    with corpus.open(s3_url, storage_options=s3_server.options) as store:
+        with pytest.raises(BadInput, match="being written by another live run"):
+            corpus.open(s3_url, storage_options=s3_server.options)
+        corpus.commit(store)
