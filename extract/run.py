@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dflash_offline.common.blobs import blobs_at
 from dflash_offline.common.chat import ChatOptions
+from dflash_offline.common.codecs import check_codec
 from dflash_offline.common.errors import FoundProblems
 from dflash_offline.common.identity import Identity, Scalar
 from dflash_offline.common.layer_ids import resolve_layers
@@ -104,9 +105,7 @@ def extract(config: ExtractConfig) -> None:
         with StateForward(
             target, store.schema.layers, keep_final=planned.schema.teacher == "final"
         ) as forward:
-            calibrate(
-                store, forward, target, seed=config.seed, batch_tokens=config.batch_tokens
-            )
+            calibrate(store, forward, target, seed=config.seed, batch_tokens=config.batch_tokens)
             extract_packs(store, forward, run_info=run_info(target), outcome=outcome)
     log.write({"kind": "end", **_outcome_record(outcome)})
     console.print(_end_sentence(config, store, outcome))
@@ -122,6 +121,7 @@ def plan_extraction(config: ExtractConfig, device: torch.device) -> Planned:
     )
     remote = config.trust_remote_code
     target_config = load_config(config.target, config.target_revision, trust_remote_code=remote)
+    check_codec(config.codec, target_config.hidden_size)
     layers = resolve_layers(config.layers, target_config.num_hidden_layers)
     check_fast_path(target_config, device, allow_slow_path=config.allow_slow_path)
     max_length = resolve_max_length(
