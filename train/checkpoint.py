@@ -45,7 +45,7 @@ class RunState:
 
 def checkpoint_name(step: int) -> str:
     """Return the name of a checkpoint's folder."""
-    return f"step-{step:08d}"
+    return f"step-{step}"
 
 
 def save_checkpoint(

@@ -15,7 +15,7 @@ class TrainConfig:
     """Everything that a training run depends on."""
 
     cache: tuple[str, ...] = option(
-        help="Store to train from, a folder; repeat for a mix of stores of one target.",
+        help="Store to train from, a folder or any fsspec URL; repeat to mix stores of one target.",
         multiple=True,
         required=True,
         metavar="URL",
@@ -32,6 +32,25 @@ class TrainConfig:
     )
     resume: bool = option(False, help="Go on from the newest checkpoint in --out, if there is one.")
     partial: bool = option(False, help="Accept a store whose extraction has not finished.")
+    storage_option: tuple[str, ...] = option(
+        help="Option of the stores' file system as KEY=VALUE, such as endpoint_url=http://host:9000.",
+        multiple=True,
+        secret=True,
+        metavar="KEY=VALUE",
+    )
+    read_cache: Path | None = option(
+        None,
+        help="Local folder that keeps what was read from object storage.",
+        type=click.Path(path_type=Path, file_okay=False),
+    )
+    read_cache_gb: float = option(
+        100.0, help="Size that --read-cache may reach, in GB.", type=click.FloatRange(min=0)
+    )
+    where: str | None = option(
+        None,
+        help="Condition on training samples, such as 'source == \"code\" and length < 2000'.",
+        metavar="EXPR",
+    )
     supervise: str = option(
         "all",
         help="Tokens to train on: all supervised ones, the last turn's, or all but reasoning.",

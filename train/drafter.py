@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dflash_offline.kernels.block_attention import BlockTables, block_attention, build_tables
-from dflash_offline.kernels.reference import norm_rope, rms_norm, swiglu
+from dflash_offline.kernels.norm_rope import norm_rope, rms_norm, swiglu_linear
 from dflash_offline.train.anchors import PassTables
 from dflash_offline.train.drafter_config import DrafterConfig
 
@@ -113,7 +113,8 @@ class Mlp(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map rows [N, H] to [N, H]."""
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        weight = self.down_proj.weight.to(x.dtype)
+        return swiglu_linear(self.gate_proj(x), self.up_proj(x), weight)
 
 
 class Layer(nn.Module):
@@ -213,8 +214,8 @@ class Drafter(nn.Module):
         parts = F.linear(self.context(features), wide).chunk(len(projections), dim=-1)
         return [
             (
-                layer.self_attn.keys(parts[2 * i].contiguous(), positions),
-                layer.self_attn.values(parts[2 * i + 1].contiguous()),
+                layer.self_attn.keys(parts[2 * i], positions),
+                layer.self_attn.values(parts[2 * i + 1]),
             )
             for i, layer in enumerate(self.layers)
         ]

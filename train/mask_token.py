@@ -6,7 +6,7 @@ of sequence and unknown tokens mean something to the target, and an all-zero row
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from dflash_offline.common.cache import Cache, read_flat
+from dflash_offline.common.cache import Cache
 from dflash_offline.common.errors import BadInput
-from dflash_offline.common.store import TOKENS
 from dflash_offline.train.target_head import text_config
+from dflash_offline.train.token_shards import corpus_tokens
 
 # Words in the names of tokens that models leave for others to use.
 _FREE_WORDS = ("mask", "reserved", "unused", "extra")
@@ -138,7 +138,7 @@ def _absent_special_token(
     if free:
         present = np.zeros(embed.shape[0], dtype=bool)
         for cache in caches:
-            for tokens in _corpus(cache):
+            for tokens in corpus_tokens(cache):
                 present[tokens] = True
         absent = [token for token in free if not present[token]]
         if absent:
@@ -156,13 +156,3 @@ def _absent_special_token(
 
 def _sounds_free(name: str) -> bool:
     return any(word in name.lower() for word in _FREE_WORDS)
-
-
-def _corpus(cache: Cache) -> Iterator[np.ndarray]:
-    """Yield the token ids of every committed pack."""
-    lengths = np.zeros(cache.plan.num_packs, np.int64)
-    ends = cache.plan.column("start") + cache.plan.column("length")
-    np.maximum.at(lengths, cache.plan.column("pack"), ends)
-    for pack in cache.packs:
-        record = cache.record(pack)["arrays"][TOKENS]
-        yield read_flat(cache.blobs, cache.schema, TOKENS, pack, record)[: lengths[pack]]

@@ -5,18 +5,15 @@ Nothing is written here, so bad input leaves no trace.
 
 import itertools
 import math
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from dflash_offline.common.cache import Cache, open_cache
+from dflash_offline.common.cache import Cache
 from dflash_offline.common.errors import BadInput
-from dflash_offline.common.identity import MIX, compare
 from dflash_offline.common.options import config_as_dict
 from dflash_offline.train.checkpoint import FINAL, RunState, check_learned, checkpoints, load_state
 from dflash_offline.train.config import TrainConfig
@@ -33,6 +30,12 @@ from dflash_offline.train.export import load_drafter, load_drafter_config
 from dflash_offline.train.mask_token import MaskToken, choose_mask_token
 from dflash_offline.train.objective import Objective, decay_gamma
 from dflash_offline.train.order import SampleOrder, StoreSamples
+from dflash_offline.train.sources import (
+    check_supervision,
+    open_caches,
+    training_samples,
+    warn_of_short_documents,
+)
 from dflash_offline.train.stream import StreamOptions
 from dflash_offline.train.target_head import TargetHead, load_target_head
 
@@ -42,6 +45,7 @@ _FREE_OPTIONS = {
     "cache", "out", "resume", "partial", "rows_per_pass", "num_epochs", "num_steps", "max_minutes",
     "schedule_over", "device", "export_dtype", "log_every", "eval_every", "eval_anchors",
     "checkpoint_every", "keep_checkpoints", "init_from", "draft_config", "mask_token_id",
+    "storage_option", "read_cache", "read_cache_gb",
 }  # fmt: skip
 
 
@@ -102,11 +106,15 @@ def prepare(config: TrainConfig, world: World) -> Setup:
     device = _device(config, world)
     dtype = _dtype(config.dtype, device)
     checkpoint, state = _start(config)
-    caches = _open_caches(config)
-    wanted = [cache.training_samples[: config.num_samples] for cache in caches]
+    caches = open_caches(config)
+    wanted = [
+        training_samples(config, cache, url)
+        for url, cache in zip(config.cache, caches, strict=True)
+    ]
+    check_supervision(config, caches, wanted)
     head = load_target_head(caches[0])
     shape, mask_token = _shape(config, caches, head, checkpoint)
-    _warn_of_short_documents(caches, wanted, shape)
+    warn_of_short_documents(caches, wanted, shape.layout)
     order = _order(config, caches, wanted)
     num_steps, total_samples = _length(config, order)
     learned = _learned(config, caches, shape)
@@ -185,24 +193,6 @@ def _start(config: TrainConfig) -> tuple[Path | None, RunState]:
             "a larger --num-steps to train on"
         )
     return found[-1], state
-
-
-def _open_caches(config: TrainConfig) -> list[Cache]:
-    caches = [open_cache(url, partial=config.partial) for url in config.cache]
-    for url, cache in zip(config.cache[1:], caches[1:], strict=True):
-        where = f"--cache {url}, to be mixed with {config.cache[0]},"
-        compare(caches[0].identity, cache.identity, kinds=MIX, where=where)
-    if config.labels == "teacher":
-        for url, cache in zip(config.cache, caches, strict=True):
-            if cache.schema.teacher != "final":
-                raise BadInput(
-                    f"--labels teacher: {url} holds no final states (teacher "
-                    f"{cache.schema.teacher}); extract with --teacher final, or use --labels data"
-                )
-    for url, cache in zip(config.cache, caches, strict=True):
-        if not cache.training_samples:
-            raise BadInput(f"--cache {url} has no training sample; extract with less --holdout")
-    return caches
 
 
 def _shape(
@@ -314,26 +304,3 @@ def _learned(config: TrainConfig, caches: list[Cache], shape: DrafterConfig) -> 
     learned["block_size"] = config.block_size or shape.block_size
     learned["draft_layers"] = config.draft_layers or shape.num_hidden_layers
     return learned
-
-
-def _warn_of_short_documents(
-    caches: list[Cache], wanted: list[list[int]], shape: DrafterConfig
-) -> None:
-    lengths = np.concatenate(
-        [
-            cache.plan.column("length")[indices]
-            for cache, indices in zip(caches, wanted, strict=True)
-        ]
-    )
-    longest = int(lengths.max())
-    if longest >= shape.block_size:
-        return
-    # A block may start at any token but the last; its labels end with the document.
-    starts = np.concatenate([np.arange(1, length) for length in lengths])
-    reach = np.minimum(starts, shape.layout.num_predictions)
-    cut = 1.0 - reach.sum() / (len(reach) * shape.layout.num_predictions)
-    warnings.warn(
-        f"--block-size {shape.block_size} is longer than every document (the longest has "
-        f"{longest} tokens): {cut:.0%} of the labels are cut off",
-        stacklevel=2,
-    )

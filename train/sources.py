@@ -1,0 +1,97 @@
+"""The stores of a run: opened, checked against each other, and their training samples chosen."""
+
+import warnings
+
+import numpy as np
+
+from dflash_offline.common.cache import Cache, open_cache
+from dflash_offline.common.errors import BadInput
+from dflash_offline.common.identity import MIX, compare
+from dflash_offline.common.store import supervised
+from dflash_offline.common.where import select
+from dflash_offline.train.anchors import BlockLayout, candidates
+from dflash_offline.train.config import TrainConfig
+from dflash_offline.train.token_shards import loss_masks
+
+
+def open_caches(config: TrainConfig) -> list[Cache]:
+    """Open the stores of --cache; all must be of one target.
+
+    Raises:
+        BadInput: no store there, an unfinished one, another target, or no teacher where one is due.
+    """
+    caches = [
+        open_cache(
+            url,
+            partial=config.partial,
+            storage_options=config.storage_option,
+            read_cache=config.read_cache,
+            read_cache_gb=config.read_cache_gb,
+        )
+        for url in config.cache
+    ]
+    for url, cache in zip(config.cache[1:], caches[1:], strict=True):
+        where = f"--cache {url}, to be mixed with {config.cache[0]},"
+        compare(caches[0].identity, cache.identity, kinds=MIX, where=where)
+    if config.labels == "teacher":
+        for url, cache in zip(config.cache, caches, strict=True):
+            if cache.schema.teacher != "final":
+                raise BadInput(
+                    f"--labels teacher: {url} holds no final states (teacher "
+                    f"{cache.schema.teacher}); extract with --teacher final, or use --labels data"
+                )
+    return caches
+
+
+def training_samples(config: TrainConfig, cache: Cache, url: str) -> list[int]:
+    """Return the samples of a store to train on, in plan order."""
+    wanted = cache.training_samples
+    if not wanted:
+        raise BadInput(f"--cache {url} has no training sample; extract with less --holdout")
+    if config.where is not None:
+        chosen = select(cache.plan, config.where)
+        wanted = [index for index in wanted if chosen[index]]
+        if not wanted:
+            raise BadInput(
+                f"--where {config.where}: no training sample of {url} meets it; widen it"
+            )
+    return wanted[: config.num_samples]
+
+
+def check_supervision(config: TrainConfig, caches: list[Cache], wanted: list[list[int]]) -> None:
+    """Refuse stores in which no sample has a possible anchor; usually reads one pack's masks."""
+    for cache, indices in zip(caches, wanted, strict=True):
+        packs = cache.plan.column("pack")
+        for pack in dict.fromkeys(packs[indices].tolist()):
+            members = [index for index in indices if packs[index] == pack]
+            for mask in loss_masks(cache, pack, members):
+                if len(candidates(supervised(mask, config.supervise))):
+                    return
+    raise BadInput(
+        f"--supervise {config.supervise}: no training sample has two supervised tokens in a row; "
+        "choose another rule, or extract data with assistant turns"
+    )
+
+
+def warn_of_short_documents(
+    caches: list[Cache], wanted: list[list[int]], layout: BlockLayout
+) -> None:
+    """Warn once if no document is as long as a block."""
+    lengths = np.concatenate(
+        [
+            cache.plan.column("length")[indices]
+            for cache, indices in zip(caches, wanted, strict=True)
+        ]
+    )
+    longest = int(lengths.max())
+    if longest >= layout.block_size:
+        return
+    # A block may start at any token but the last; its labels end with the document.
+    starts = np.concatenate([np.arange(1, length) for length in lengths])
+    reach = np.minimum(starts, layout.num_predictions)
+    cut = 1.0 - reach.sum() / (len(reach) * layout.num_predictions)
+    warnings.warn(
+        f"--block-size {layout.block_size} is longer than every document (the longest has "
+        f"{longest} tokens): {cut:.0%} of the labels are cut off",
+        stacklevel=2,
+    )
