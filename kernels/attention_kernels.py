@@ -236,12 +236,12 @@ def _block_attention_bwd_q_kernel(
             v = _load_tokens(v_src, start, hi_max, head, STRIDE_V, D, BLOCK_N, BLOCK_D, TMA)
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-            p = tl.exp2(s * scale_log2 - lse[:, None])
             if (start + BLOCK_N > hi_min) | (start < inside):
                 visible = (start + offs_n)[None, :] < hi[:, None]
                 if WINDOW > 0:
                     visible = visible & ((start + offs_n)[None, :] > floor[:, None])
-                p = tl.where(visible, p, 0.0)
+                s = tl.where(visible, s, float("-inf"))
+            p = tl.exp2(s * scale_log2 - lse[:, None])
             ds = p * (dp - delta[:, None])
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
         dq_ptrs = dq_ptr + _row_offsets(row, q_head, HQ * D, D, BLOCK_D)
@@ -315,21 +315,22 @@ def _block_attention_bwd_kv_kernel(
         valid = offs_m < tl.minimum(SLOTS, stop - slot) * R
         q = _load_slots(q_src, slot, valid, head, STRIDE_Q, R, D, SLOTS, BLOCK_M, BLOCK_D, TMA)
         do = _load_slots(do_src, slot, valid, head, HQ * D, R, D, SLOTS, BLOCK_M, BLOCK_D, TMA)
-        # Unmasked: a tile that runs over reads what is not its own, up to BLOCK_M of padding.
+        # Unmasked: a tile that runs over `stop` reads other rows or padding, and masks them below.
         offs_l = tl.cast(slot, tl.int64) * R + offs_m
         lse = tl.load(lse_ptr + offs_l)
         delta = tl.load(delta_ptr + offs_l)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-        p = tl.exp2(s * scale_log2 - lse[None, :])
         if (slot < whole) | (slot + SLOTS > ragged):
             hi = tl.load(hi_ptr + (slot + offs_m // R) // B, mask=valid, other=0)
             visible = (tokens[:, None] < hi[None, :]) & valid[None, :]
-            delta = tl.where(valid, delta, 0.0)
             if WINDOW > 0:
                 floor = hi + (slot + offs_m // R) % B - WINDOW
                 visible = visible & (tokens[:, None] > floor[None, :])
-            p = tl.where(visible, p, 0.0)
+            s = tl.where(visible, s, float("-inf"))
+            lse = tl.where(valid, lse, 0.0)
+            delta = tl.where(valid, delta, 0.0)
+        p = tl.exp2(s * scale_log2 - lse[None, :])
         dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
         ds = p * (dp - delta[None, :])
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)

@@ -1,7 +1,7 @@
 """Elementwise passes of a drafter layer: norms, rotary positions, SwiGLU, each in one kernel.
 
 Plain PyTorch twins of the same names are in `reference`. Arithmetic is float32 with one rounding at
-the end. Weight gradients are summed in two fixed stages, so they repeat bit by bit. docs/kernels.md,
+the end. Weight gradients are summed in two fixed stages: the same bits every time. docs/kernels.md,
 "Norms, rotary positions, SwiGLU", has the formulas and the bytes.
 
 Letters: N rows, H width, D head dimension, I MLP width.

@@ -1,0 +1,259 @@
+"""Block attention: values and gradients against a dense softmax under an explicit mask."""
+
+import pytest
+import torch
+
+from dflash_offline.kernels.attention_tables import build_tables
+from dflash_offline.kernels.block_attention import block_attention
+
+# Name: (T, anchors as (lo, hi)). Documents are [lo, next lo).
+LAYOUTS = {
+    "one document": (24, [(0, 0), (0, 1), (0, 9), (0, 22), (0, 23)]),
+    "documents of one token, and one without anchors": (
+        30,
+        [(0, 0), (1, 1), (2, 2), (2, 7), (20, 20), (20, 29)],
+    ),
+    "two anchors at one place, padding anchors": (
+        20,
+        [(0, 6), (0, 6), (8, 12), (20, 20), (20, 20)],
+    ),
+    "one anchor": (13, [(0, 12)]),
+    "more anchors than a tile holds": (40, [(0, t) for t in range(3, 39, 2)]),
+}
+
+
+def visible(lo, hi, *, block, num_ctx, window=None, causal=False):
+    """Say key by key, from the definition, what each row sees: bool [N, T + N]."""
+    rows = len(lo) * block
+    mask = torch.zeros(rows, num_ctx + rows, dtype=torch.bool)
+    for row in range(rows):
+        anchor, slot = divmod(row, block)
+        for token in range(lo[anchor], hi[anchor]):
+            mask[row, token] = window is None or hi[anchor] + slot - token < window
+        for other in range(block):
+            seen = (not causal or other <= slot) and (window is None or slot - other < window)
+            mask[row, num_ctx + anchor * block + other] = seen
+    return mask
+
+
+def dense_attention(q, k_ctx, v_ctx, k_own, v_own, mask):
+    repeat = q.shape[1] // k_ctx.shape[1]
+    k = torch.cat([k_ctx, k_own]).repeat_interleave(repeat, 1)
+    v = torch.cat([v_ctx, v_own]).repeat_interleave(repeat, 1)
+    scores = torch.einsum("nhd,mhd->hnm", q, k) * q.shape[-1] ** -0.5
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    return torch.einsum("hnm,mhd->nhd", weights, v)
+
+
+def random_inputs(
+    rows, num_ctx, *, heads, kv_heads, dim, dtype=torch.float64, device="cpu", seed=0
+):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(rows, heads), (num_ctx, kv_heads), (num_ctx, kv_heads)]
+    shapes += [(rows, kv_heads), (rows, kv_heads)]
+    return [
+        torch.randn(*shape, dim, dtype=torch.float64, generator=generator)
+        .to(device, dtype)
+        .requires_grad_()
+        for shape in shapes
+    ]
+
+
+def value_and_gradients(out, inputs, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    upstream = torch.randn(out.shape, dtype=torch.float64, generator=generator)
+    upstream = upstream.to(out.device, out.dtype)
+    return [out, *torch.autograd.grad(out, inputs, upstream)]
+
+
+def compare(layout, *, block, ratio, window, causal, dtype, implementation, kv_heads=2, dim=8):
+    num_ctx, anchors = layout
+    lo, hi = zip(*anchors, strict=True)
+    rows = len(anchors) * block
+    inputs = random_inputs(rows, num_ctx, heads=ratio * kv_heads, kv_heads=kv_heads, dim=dim)
+    mask = visible(lo, hi, block=block, num_ctx=num_ctx, window=window, causal=causal)
+    wanted = value_and_gradients(dense_attention(*inputs, mask), inputs)
+    given = [x.detach().to(dtype).requires_grad_() for x in inputs]
+    tables = build_tables(lo, hi, block_size=block, num_ctx=num_ctx)
+    out = block_attention(
+        *given, tables, window=window, causal=causal, implementation=implementation
+    )
+    got = value_and_gradients(out, given)
+    return max((a.double() - b).abs().max().item() for a, b in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("window", [None, 1, 5, 100])
+def test_reference(layout, window, causal):
+    error = compare(
+        layout, block=4, ratio=2, window=window, causal=causal, dtype=torch.float64,
+        implementation="reference",
+    )  # fmt: skip
+    assert error < 1e-12
+
+
+def test_reference_in_bounded_pieces(monkeypatch):
+    monkeypatch.setattr("dflash_offline.kernels.reference.MAX_SCORES", 300)
+    layout = LAYOUTS["more anchors than a tile holds"]
+    error = compare(
+        layout, block=3, ratio=3, window=None, causal=False, dtype=torch.float64,
+        implementation="reference",
+    )  # fmt: skip
+    assert error < 1e-12
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize(("window", "causal"), [(None, False), (5, True), (100, False)], ids=str)
+def test_kernels_on_layouts(layout, window, causal):
+    error = compare(
+        layout, block=4, ratio=2, window=window, causal=causal, dtype=torch.float32,
+        implementation="triton", kv_heads=1,
+    )  # fmt: skip
+    # float32 sums of at most 64 terms of size one.
+    assert error < 1e-5
+
+
+# Blocks of 7 and 10 and ratios of 3, 5, 6 and 7 leave rows of a tile empty; 16 x 4 and 3 x 16 rows
+# are more than a tile has, so a block takes several.
+@pytest.mark.parametrize(
+    ("block", "ratio"), [(7, 3), (10, 1), (2, 5), (3, 6), (2, 7), (4, 16), (16, 3)]
+)
+def test_kernels_on_shapes(block, ratio):
+    layout = (21, [(0, 0), (0, 19), (20, 21)])
+    error = compare(
+        layout, block=block, ratio=ratio, window=9, causal=False, dtype=torch.float32,
+        implementation="triton", kv_heads=1, dim=12,
+    )  # fmt: skip
+    assert error < 1e-5
+
+
+def test_kernels_in_float16():
+    error = compare(
+        LAYOUTS["one document"], block=4, ratio=2, window=None, causal=False, dtype=torch.float16,
+        implementation="triton",
+    )  # fmt: skip
+    # Values of size one in 11 bits, summed over a few dozen terms in float32.
+    assert error < 2e-2
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("window", [None, 3, 5])
+def test_mask_table(window, causal, implementation):
+    """With equal scores and one-hot values a row's output is positive exactly where it sees a key.
+
+    Twelve tokens in two documents, of 5 and 7; anchors at a first token, inside, last but one.
+    """
+    lo, hi, block, num_ctx = [0, 0, 5, 5], [0, 3, 5, 10], 4, 12
+    keys = num_ctx + len(lo) * block
+    one_hot = torch.eye(32)[:keys, None]
+    q, zeros = torch.zeros(len(lo) * block, 1, 32), torch.zeros(keys, 1, 32)
+    out = block_attention(
+        q, zeros[:num_ctx], one_hot[:num_ctx], zeros[num_ctx:], one_hot[num_ctx:],
+        build_tables(lo, hi, block_size=block, num_ctx=num_ctx),
+        window=window, causal=causal, implementation=implementation,
+    )  # fmt: skip
+    seen = out[:, 0, :keys] > 0
+    wanted = visible(lo, hi, block=block, num_ctx=num_ctx, window=window, causal=causal)
+    assert torch.equal(seen, wanted)
+    if (window, causal) == (3, True):
+        rows = ["".join("#" if x else "." for x in row) for row in seen[4:8, :24].tolist()]
+        assert rows == [
+            ".##.............#.......",
+            "..#.............##......",
+            "................###.....",
+            ".................###....",
+        ]
+
+
+def test_nothing_leaks():
+    """Tokens from the anchor on, other documents and other blocks do not move a block at all."""
+    lo, hi, block, num_ctx = [0, 0, 8], [3, 6, 11], 4, 16
+    inputs = random_inputs(12, num_ctx, heads=2, kv_heads=1, dim=8, dtype=torch.float32)
+    tables = build_tables(lo, hi, block_size=block, num_ctx=num_ctx)
+    before = block_attention(*inputs, tables, implementation="triton")[4:8]
+    with torch.no_grad():
+        for x in inputs[1:3]:
+            x[6:] += 1
+        for x in inputs[3:]:
+            x[:4] += 1
+            x[8:] += 1
+    assert torch.equal(block_attention(*inputs, tables, implementation="triton")[4:8], before)
+    with torch.no_grad():
+        inputs[2][5] += 1
+    assert not torch.equal(block_attention(*inputs, tables, implementation="triton")[4:8], before)
+
+
+def test_strided_inputs():
+    """Queries and keys may be views into one wide product, and the upstream gradient expanded."""
+    rows, dim = 8, 16
+    wide = torch.randn(rows, 4 * dim, dtype=torch.float32)
+    q = wide[:, : 2 * dim].unflatten(1, (2, dim)).detach().requires_grad_()
+    own = wide[:, 2 * dim :].unflatten(1, (2, dim)).detach()
+    ctx = torch.randn(6, 1, dim)
+    tables = build_tables([0, 0], [2, 6], block_size=4, num_ctx=6)
+    grads = []
+    for implementation in ("triton", "reference"):
+        out = block_attention(
+            q, ctx, ctx, own[:, :1], own[:, 1:], tables, implementation=implementation
+        )
+        grads.append(torch.autograd.grad(out, q, torch.ones(1).expand_as(out))[0])
+    torch.testing.assert_close(*grads)
+
+
+def test_no_anchors():
+    tables = build_tables([], [], block_size=4, num_ctx=6)
+    inputs = random_inputs(0, 6, heads=2, kv_heads=1, dim=8, dtype=torch.float32)
+    for implementation in ("triton", "reference"):
+        out = block_attention(*inputs, tables, implementation=implementation)
+        assert out.shape == (0, 2, 8)
+        grads = torch.autograd.grad(out.sum(), inputs, allow_unused=True)
+        assert grads[1] is None or not grads[1].any()
+
+
+def test_tables_cover_everything_once():
+    lo, hi = zip(*LAYOUTS["documents of one token, and one without anchors"][1], strict=True)
+    tables = build_tables(lo, hi, block_size=4, num_ctx=30, group_sizes=(2,), tile_sizes=(4,))
+    anchors = [a for first, count in tables.groups(2).tolist() for a in range(first, first + count)]
+    assert sorted(anchors) == list(range(6))
+    tiles = tables.tiles(4).tolist()
+    tokens = [t for start, end, *_ in tiles for t in range(start, end)]
+    assert sorted(tokens) == list(range(30))
+    for start, end, first, last, full in tiles:
+        reached = [a for a in range(6) if lo[a] < end and hi[a] > start]
+        assert reached == list(range(first, last))
+        assert [a for a in reached if hi[a] >= end] == list(range(full, last))
+    sizes = [last - first for _, _, first, last, _ in tiles]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("lo", "hi", "block", "message"),
+    [
+        ([0, 0], [5, 3], 4, "sorted"),
+        ([0, 4], [5, 6], 4, "overlap"),
+        ([0], [11], 4, r"\[0, 10\]"),
+        ([2], [1], 4, "lo <= hi"),
+        ([0], [1], 65, "2 to 64"),
+    ],
+)
+def test_bad_anchors(lo, hi, block, message):
+    with pytest.raises(ValueError, match=message):
+        build_tables(lo, hi, block_size=block, num_ctx=10)
+
+
+def test_bad_shapes():
+    tables = build_tables([0], [3], block_size=4, num_ctx=6)
+    q, ctx, own = torch.zeros(4, 4, 8), torch.zeros(6, 2, 8), torch.zeros(4, 2, 8)
+    with pytest.raises(ValueError, match="k_own has shape"):
+        block_attention(q, ctx, ctx, own[:3], own, tables)
+    with pytest.raises(ValueError, match="1 to 16"):
+        block_attention(q[:, :3], ctx, ctx, own, own, tables)
+    with pytest.raises(ValueError, match="window is 0"):
+        block_attention(q, ctx, ctx, own, own, tables, window=0)
+    with pytest.raises(ValueError, match="rows"):
+        block_attention(q[:3], ctx, ctx, own[:3], own[:3], tables)
+    doubles = (x.double() for x in (q, ctx, ctx, own, own))
+    with pytest.raises(ValueError, match="float64"):
+        block_attention(*doubles, tables, implementation="triton")
