@@ -129,15 +129,9 @@ class LocalBlobs:
 
     def create(self, key: str, parts: Iterable[memoryview | bytes]) -> int:
         path = self.root / key
-        with _room_or_stopped(self.url):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.parent / f"{_TEMPORARY}{uuid.uuid4().hex}"
-        try:
-            with _room_or_stopped(self.url):
-                num_bytes = write_durably(temporary, parts)
-                self._publish(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with _room_or_stopped(self.url), _temporary_beside(path) as temporary:
+            num_bytes = write_durably(temporary, parts)
+            self._publish(temporary, path)
         _sync_folder(path.parent)
         return num_bytes
 
@@ -158,13 +152,9 @@ class LocalBlobs:
         path = self.root / key
         if expected is not None and path.read_bytes() != expected:
             raise FileExistsError(errno.EEXIST, "changed by another process", str(path))
-        temporary = path.parent / f"{_TEMPORARY}{uuid.uuid4().hex}"
-        try:
-            with _room_or_stopped(self.url):
-                write_durably(temporary, [content])
-                temporary.rename(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with _room_or_stopped(self.url), _temporary_beside(path) as temporary:
+            write_durably(temporary, [content])
+            temporary.rename(path)
         _sync_folder(path.parent)
 
     def list(self, prefix: str) -> list[str]:
@@ -268,6 +258,16 @@ def parse_storage_options(pairs: Sequence[str]) -> dict[str, Any]:
         if name in ("key", "secret", "token"):
             options[name] = value
     return options
+
+
+@contextmanager
+def _temporary_beside(path: Path) -> Iterator[Path]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.parent / f"{_TEMPORARY}{uuid.uuid4().hex}"
+    try:
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 @contextmanager

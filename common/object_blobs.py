@@ -92,24 +92,25 @@ class ObjectBlobs:
         return self._create_at_once(key, views)
 
     def _create_at_once(self, key: str, views: Sequence[memoryview]) -> int:
-        """Put one object; an answer of "exists" after a failure may mean our own first try."""
-        num_bytes = sum(map(len, views))
-        attempts = 0
+        """Put one object.
+
+        An answer of "exists" may mean our own first try, whose answer was lost: the library below
+        repeats a request when its connection drops, so even the first answer can be that one.
+        """
 
         def put() -> None:
-            nonlocal attempts
-            attempts += 1
             if not self._is_conditional and self._exists(key):
                 raise _exists_error(key)
             self._put_new(key, views)
 
+        num_bytes = sum(map(len, views))
         try:
             self._persist(put, "writing", key)
         except FileExistsError:
             crc = 0
             for view in views:
                 crc = crc32c(view, crc)
-            if attempts == 1 or not self._has_content(key, num_bytes, crc):
+            if not self._has_content(key, num_bytes, crc):
                 raise
         return num_bytes
 

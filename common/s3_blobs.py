@@ -18,7 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import s3fs
-from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    NoCredentialsError,
+    PartialCredentialsError,
+)
 from botocore.session import Session
 from crc32c import crc32c
 from fsspec.asyn import sync
@@ -189,11 +194,7 @@ class S3Blobs(ObjectBlobs):
         size: int,
         crc: int,
     ) -> None:
-        attempts = 0
-
         def complete() -> None:
-            nonlocal attempts
-            attempts += 1
             self._call(
                 "complete_multipart_upload",
                 MultipartUpload={"Parts": tags},
@@ -204,8 +205,8 @@ class S3Blobs(ObjectBlobs):
         try:
             self._persist(complete, "completing", key)
         except (FileExistsError, FileNotFoundError):
-            # After a lost answer: the object may be there, and the upload gone, by our own doing.
-            if attempts == 1 or not self._has_content(key, size, crc):
+            # After a lost answer the object is there and the upload gone by our own doing.
+            if not self._has_content(key, size, crc):
                 raise
 
     def _abort(self, target: Mapping[str, str]) -> None:
@@ -274,7 +275,7 @@ class S3Blobs(ObjectBlobs):
         target = {"Bucket": self._bucket, "Key": self._full(key)}
         try:
             return sync(self._filesystem.loop, _fetch, self._filesystem, target)
-        except OSError as problem:
+        except (OSError, BotoCoreError) as problem:
             raise self._translated(problem) from problem
 
     def _get(self, key: str, start: int | None, end: int | None) -> bytes | memoryview:
@@ -290,7 +291,7 @@ class S3Blobs(ObjectBlobs):
             return self._filesystem.cat_file(
                 self._path(key), start=start, end=end, max_concurrency=1
             )
-        except OSError as problem:
+        except (OSError, BotoCoreError) as problem:
             if _code(problem) in ("InvalidRange", "416"):
                 return b""
             raise self._translated(problem) from problem
@@ -332,11 +333,13 @@ class S3Blobs(ObjectBlobs):
     def _call(self, method: str, **arguments: Any) -> dict[str, Any]:
         try:
             return self._filesystem.call_s3(method, **arguments)
-        except OSError as problem:
+        except (OSError, BotoCoreError) as problem:
             raise self._translated(problem) from problem
 
-    def _translated(self, problem: OSError) -> Exception:
+    def _translated(self, problem: Exception) -> Exception:
         """Return what s3fs's exception means here."""
+        if isinstance(problem, NoCredentialsError | PartialCredentialsError):
+            return PermissionError(str(problem))
         code = _code(problem)
         if code == "NoSuchBucket":
             return BadInput(f"{self.url}: bucket {self._bucket} does not exist; create it first")
@@ -345,7 +348,7 @@ class S3Blobs(ObjectBlobs):
         return problem
 
     def _transient(self) -> tuple[type[Exception], ...]:
-        return (OSError, HTTPClientError, aiohttp.ClientError)
+        return (OSError, BotoCoreError, aiohttp.ClientError)
 
 
 async def _fetch(filesystem: s3fs.S3FileSystem, target: Mapping[str, str]) -> tuple[bytes, str]:
@@ -363,7 +366,7 @@ def _may_match(content: bytes, tag: str) -> bool:
     return hashlib.md5(content, usedforsecurity=False).hexdigest() == tag.strip('"')
 
 
-def _code(problem: OSError) -> str:
+def _code(problem: Exception) -> str:
     """Return the server's error code behind an exception of s3fs."""
     cause = problem.__cause__
     return cause.response["Error"].get("Code", "") if isinstance(cause, ClientError) else ""
