@@ -33,7 +33,6 @@ import torch
 from torch import Tensor
 
 GROUP = 64
-INT3_GROUP_BYTES = 24
 CODE_BYTES = {"int8": (1, 1), "int4": (1, 2), "int3": (3, 8)}
 
 
@@ -115,7 +114,7 @@ def unpack_codes(states: CodedStates, codes: Tensor) -> Tensor:
     if states.codec == "int4":
         low, high = codes & 15, codes >> 4
         return torch.stack([low, high], dim=-1).flatten(-2).float() - 8.0
-    planes = codes.view(*codes.shape[:2], -1, 3, 8)  # [K, R, groups, plane, byte]
+    planes = codes.unflatten(2, (states.hidden // GROUP, 3, 8))  # [K, R, groups, plane, byte]
     bits = planes[..., None] >> torch.arange(8, dtype=torch.uint8, device=codes.device) & 1
     index = bits[:, :, :, 0] + 2 * bits[:, :, :, 1] + 4 * bits[:, :, :, 2]
     return states.codebook.float()[index.flatten(2).long()]

@@ -213,14 +213,15 @@ def gather_dequant(
     x = values if states.codec == "raw" else _decode(states, values, rows)
     if norm_weight is not None:
         x = rms_norm(x.to(compute_dtype(x)), norm_weight.expand(x.shape[0], -1)[:, None], eps)
-    return x.transpose(0, 1).reshape(x.shape[1], -1).to(dtype)
+    return x.transpose(0, 1).flatten(1).to(dtype)
 
 
 def _decode(states: CodedStates, codes: Tensor, rows: Tensor | None) -> Tensor:
     """Decode codes [K, R, bytes] to float32 [K, R, H]."""
     scales = states.scales if rows is None else states.scales[:, rows.long()]
     y = unpack_codes(states, codes)
-    y = y.unflatten(-1, (scales.shape[-1], -1)) * scales[..., None].float()
+    groups = scales.shape[-1]
+    y = y.unflatten(-1, (groups, states.hidden // groups)) * scales[..., None].float()
     if states.codec == "int3":
         y = y @ hadamard(device=y.device)
     x = states.mean[:, None] + states.gain[:, None] * y.flatten(-2)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dflash_offline.kernels.attention_tables import build_tables
-from dflash_offline.kernels.block_attention import block_attention
+from dflash_offline.kernels.block_attention import block_attention, table_sizes, warm_up
 
 # Name: (T, anchors as (lo, hi)). Documents are [lo, next lo).
 LAYOUTS = {
@@ -257,3 +257,95 @@ def test_bad_shapes():
     doubles = (x.double() for x in (q, ctx, ctx, own, own))
     with pytest.raises(ValueError, match="float64"):
         block_attention(*doubles, tables, implementation="triton")
+
+
+# Head dimension, rows of a slot, block, window, in-block causality. 3, 5, 6 and 7 rows and blocks of
+# 7 and 10 do not fill a tile; 16 x 64 rows take several.
+GPU_SHAPES = [
+    (128, 4, 16, None, False),
+    (128, 4, 16, 100, True),
+    (128, 4, 32, 300, False),
+    (128, 1, 64, None, True),
+    (128, 3, 16, None, False),
+    (128, 5, 10, 50, False),
+    (128, 6, 16, None, True),
+    (128, 7, 7, None, False),
+    (128, 16, 64, 200, False),
+    (64, 2, 16, None, False),
+    (96, 3, 10, 64, True),
+    (256, 4, 16, None, False),
+    (256, 1, 8, 100, True),
+]
+
+
+def gpu_case(dim, ratio, block, window, causal, *, dtype=torch.bfloat16, num_anchors=60, seed=0):
+    """Three documents, of 1, 500 and 900 tokens, with random anchors: (inputs, tables, options)."""
+    generator = torch.Generator().manual_seed(seed)
+    lo, hi = [0, 0], [0, 1]
+    for start, end in ((1, 501), (501, 1401)):
+        picked = torch.randint(start, end, (num_anchors // 2,), generator=generator).sort().values
+        lo += [start] * len(picked)
+        hi += picked.tolist()
+    tables = build_tables(lo, hi, block_size=block, num_ctx=1401).to("cuda")
+    inputs = random_inputs(
+        len(lo) * block, 1401, heads=2 * ratio, kv_heads=2, dim=dim, dtype=dtype, device="cuda",
+        seed=seed,
+    )  # fmt: skip
+    return inputs, tables, {"window": window, "causal": causal}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", GPU_SHAPES, ids=str)
+def test_kernels_in_bfloat16(shape):
+    inputs, tables, options = gpu_case(*shape)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    out = block_attention(*exact, tables, implementation="reference", **options)
+    wanted = value_and_gradients(out, exact)
+    got = value_and_gradients(block_attention(*inputs, tables, **options), inputs)
+    for name, a, b in zip(("out", "dq", "dk", "dv", "dk_own", "dv_own"), got, wanted, strict=True):
+        error = (a.double() - b).flatten(1).norm(dim=1)
+        size = b.flatten(1).norm(dim=1)
+        # bfloat16 rounds operands and results by 2 ** -9; a row of a gradient is a sum of terms
+        # that may cancel, so the worst row is held against the mean size too.
+        assert (error.norm() / size.norm()).item() < 6e-3, name
+        assert (error / (size + size.mean())).max().item() < 2e-2, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 200])
+def test_the_same_bits_every_time(window):
+    inputs, tables, options = gpu_case(128, 4, 16, window, False, num_anchors=400)
+    first = value_and_gradients(block_attention(*inputs, tables, **options), inputs)
+    for _ in range(100):
+        again = value_and_gradients(block_attention(*inputs, tables, **options), inputs)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.gpu
+def test_nothing_is_compiled_after_warm_up():
+    import triton
+
+    compiled = []
+    shape = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128, "block_size": 16}
+    warm_up(windows=(None, 200), **shape)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            triton.knobs.runtime, "jit_post_compile_hook", lambda **kwargs: compiled.append(kwargs)
+        )
+        for step in range(50):
+            for window in (None, 200):
+                inputs, tables, options = gpu_case(
+                    128, 4, 16, window, False, num_anchors=2 + 2 * step, seed=step
+                )
+                value_and_gradients(block_attention(*inputs, tables, **options), inputs)
+    assert not compiled
+    sizes = table_sizes(inputs[0], num_kv_heads=2, block_size=16)
+    assert set(sizes["group_sizes"]) == set(tables.groups_by_size)
+    assert set(sizes["tile_sizes"]) == set(tables.tiles_by_size)
+
+
+@pytest.mark.gpu
+def test_unsupported_head_dimension():
+    inputs, tables, options = gpu_case(80, 4, 16, None, False)
+    with pytest.raises(ValueError, match="head dimension is 80"):
+        block_attention(*inputs, tables, **options)
