@@ -1,4 +1,4 @@
-"""What a block may see, training against serving, and the drafter against a plain implementation."""
+"""What a block may see, training against serving, and both against a plain implementation."""
 
 from dataclasses import replace
 

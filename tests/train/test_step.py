@@ -1,0 +1,188 @@
+"""The gradient of a step: the same under any split, and what it learns."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from dflash_offline.train.objective import DECAY, DPACE, Objective
+from dflash_offline.train.optimizer import Optimizer
+from dflash_offline.train.step import accumulate, run_pass
+from dflash_offline.train.stream import assemble, cut_into_passes
+
+
+def gradients(toy, groups, objective) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Return the normalised gradient of groups of documents, one pass each, and the sums."""
+    toy.drafter.zero_grad()
+    passes = [assemble(group, toy.options()) for group in groups]
+    totals = accumulate(toy.drafter, toy.head, objective, passes)
+    named = toy.drafter.named_parameters()
+    return {name: p.grad / totals[1].to(toy.dtype) for name, p in named}, totals
+
+
+def assert_same(first, second, tolerance):
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        error = (second[name] - value).norm() / value.norm()
+        assert error < tolerance, f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("loss", [DECAY, DPACE])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=["fp64", "fp32"]
+)
+@pytest.mark.parametrize("layout", ["1+N", "anchor-first"])
+def test_gradient_does_not_depend_on_the_split(toy_maker, loss, dtype, tolerance, layout):
+    toy = toy_maker(dtype, sample_from_anchor=layout == "anchor-first")
+    documents = [toy.document(n, seed=n) for n in (19, 9, 24, 6)]
+    objective = Objective(loss=loss, gamma=2.0)
+    whole, totals = gradients(toy, [documents], objective)
+    splits = {
+        "one pass a document": [[each] for each in documents],
+        "two packs": [documents[:3], documents[3:]],
+        "another order": [list(reversed(documents))],
+        "passes of 48 rows": list(cut_into_passes(documents, toy.layout, 48)),
+        "passes of 5 anchors": list(cut_into_passes(documents, toy.layout, 20)),
+        "one anchor a pass": list(cut_into_passes(documents, toy.layout, 4)),
+    }
+    assert len(splits["passes of 48 rows"]) == 4
+    assert len(splits["one anchor a pass"]) == int(totals[2])
+    for name, groups in splits.items():
+        split, split_totals = gradients(toy, groups, objective)
+        torch.testing.assert_close(split_totals, totals, rtol=tolerance, atol=0, msg=name)
+        assert_same(whole, split, tolerance)
+
+
+def test_accumulation_adds_ranks_and_parts(toy_maker):
+    # What two ranks hold, and what two parts of an accumulation window leave, adds up.
+    toy = toy_maker()
+    documents = [toy.document(n, seed=n) for n in (12, 17, 8)]
+    objective = Objective(loss=DPACE, gamma=2.0)
+    whole, totals = gradients(toy, [documents], objective)
+    parts = [gradients(toy, [part], objective) for part in (documents[:1], documents[1:])]
+    joined = {
+        name: sum(grads[name] * sums[1] for grads, sums in parts) / totals[1] for name in whole
+    }
+    assert_same(whole, joined, 1e-12)
+
+
+def test_local_denominators_would_differ(toy_maker):
+    # The guard of the tests above: a mean of means is another gradient.
+    toy = toy_maker()
+    documents = [toy.document(n, seed=n) for n in (12, 40)]
+    objective = Objective(loss=DECAY, gamma=2.0)
+    whole, _ = gradients(toy, [documents], objective)
+    parts = [gradients(toy, [[each]], objective)[0] for each in documents]
+    name = "fc.weight"
+    mean = (parts[0][name] + parts[1][name]) / 2
+    assert (mean - whole[name]).norm() / whole[name].norm() > 1e-2
+
+
+def test_loss_equals_the_written_sum(toy_maker):
+    toy = toy_maker()
+    document = toy.document(12, prompt=4)
+    given = assemble([document], toy.options())
+    sums = run_pass(toy.drafter, toy.head, Objective(loss=DECAY, gamma=2.0), given)
+    tables = given.tables
+    hidden = toy.drafter(given.features, toy.head.embeddings(tables.block_tokens), tables)
+    logs = (hidden @ toy.head.weight.T).log_softmax(-1).view(-1, 4, toy.head.weight.shape[0])
+    loss = weight = accepted = 0.0
+    for row, anchor in enumerate(document.anchored.anchors):
+        right = True
+        for slot in (1, 2, 3):
+            if anchor + slot >= 12:
+                break
+            label = int(document.anchored.tokens[anchor + slot])
+            factor = torch.exp(torch.tensor(-(slot - 1) / 2.0, dtype=torch.float64))
+            loss -= factor * logs[row, slot, label]
+            weight += factor
+            right = right and int(logs[row, slot].argmax()) == label
+            accepted += right
+    torch.testing.assert_close(sums.loss, loss)
+    torch.testing.assert_close(sums.weight, weight)
+    assert int(sums.accepted.sum()) == accepted
+
+
+def test_target_scales_reach_embeddings_and_logits(toy_maker):
+    toy = toy_maker()
+    given = assemble([toy.document(12)], toy.options())
+    objective = Objective(loss=DECAY, gamma=2.0)
+    scaled = dataclasses.replace(toy.head, logit_scale=0.25, softcap=3.0, embedding_scale=2.0)
+    sums = run_pass(toy.drafter, scaled, objective, given)
+    rows, labels = given.tables.label_rows, given.tables.labels[given.tables.label_rows]
+    embeddings = 2.0 * toy.head.embed[given.tables.block_tokens]
+    hidden = toy.drafter(given.features, embeddings, given.tables)[rows]
+    logits = 3.0 * torch.tanh(0.25 * hidden @ toy.head.weight.T / 3.0)
+    nll = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    weights = torch.exp(-((rows % 4) - 1).double() / 2.0)
+    torch.testing.assert_close(sums.loss, (weights * nll).sum())
+
+
+def test_teacher_labels_are_the_targets_best_tokens(toy_maker):
+    toy = toy_maker()
+    document = toy.document(14, prompt=4)
+    final = torch.randn(14, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    document = dataclasses.replace(document, final=final)
+    given = assemble([document], toy.options(with_final=True))
+    best = (final.double() @ toy.head.weight.T).argmax(-1)
+    # The token at position p is what the head says of the state at p - 1.
+    expected = [
+        int(best[anchor + slot - 1])
+        for anchor in document.anchored.anchors
+        for slot in (1, 2, 3)
+        if anchor + slot < 14
+    ]
+    assert toy.head.best_tokens(given.final).tolist() == expected
+    with_teacher = run_pass(toy.drafter, toy.head, Objective(loss=DECAY, gamma=2.0), given)
+    from_data = run_pass(
+        toy.drafter,
+        toy.head,
+        Objective(loss=DECAY, gamma=2.0),
+        dataclasses.replace(given, final=None),
+    )
+    assert with_teacher.weight == from_data.weight
+    assert with_teacher.loss != from_data.loss
+
+
+def train_on(toy, document, steps: int) -> None:
+    optimizer = Optimizer(toy.drafter, weight_decay=0.0, betas=(0.9, 0.95))
+    given = assemble([document], toy.options())
+    objective = Objective(loss=DECAY, gamma=4.0)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        totals = accumulate(toy.drafter, toy.head, objective, [given])
+        optimizer.step(lr=3e-3, weight_sum=totals[1], clip=1.0)
+
+
+@torch.no_grad()
+def accepted_by_decoding(toy, document, *, shift: int) -> list[int]:
+    """Decode along a document in blocks and count what agrees, plus one; stops near its end."""
+    tokens, size = document.anchored.tokens, toy.layout.block_size
+    features = document.features.transpose(0, 1).flatten(1).to(toy.dtype)
+    cache, done, start, accepted = toy.drafter.new_cache(), 0, 3, []
+    while start + size + 1 < len(tokens):
+        ids = torch.full((size,), toy.config.mask_token_id)
+        ids[0] = int(tokens[start])
+        hidden = toy.drafter.draft(cache, features[done:start], toy.head.embeddings(ids), start)
+        best = (hidden @ toy.head.weight.T).argmax(-1)[toy.layout.first_slot :].tolist()
+        right = 0
+        while right < len(best) and best[right] == int(tokens[start + 1 + right + shift]):
+            right += 1
+        accepted.append(right + 1)
+        done, start = start, start + right + 1
+    return accepted
+
+
+@pytest.mark.parametrize("layout", ["1+N", "anchor-first"])
+def test_an_overfitted_drafter_accepts_whole_blocks(toy_maker, layout):
+    toy = toy_maker(torch.float32, sample_from_anchor=layout == "anchor-first")
+    document = toy.document(16, prompt=2, seed=4)
+    # No token twice: equal neighbours would hide a shift.
+    tokens = np.random.default_rng(4).permutation(52)[:16].astype(np.int32)
+    anchored = dataclasses.replace(document.anchored, tokens=tokens)
+    document = dataclasses.replace(document, anchored=anchored)
+    train_on(toy, document, 80)
+    whole = toy.layout.num_predictions + 1
+    assert set(accepted_by_decoding(toy, document, shift=0)) == {whole}
+    assert set(accepted_by_decoding(toy, document, shift=1)) == {1}
