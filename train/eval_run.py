@@ -189,10 +189,11 @@ def _show_serving(served: ServingEvaluation) -> None:
 
 
 def _positions_table(shares: list[float]) -> Table:
-    table = Table(title="accepted by position", title_justify="left")
+    table = Table("drafted token")
     for position in range(1, len(shares) + 1):
         table.add_column(str(position), justify="right")
-    table.add_row(*(f"{100 * s:.0f} %" if math.isfinite(s) else shown(s) for s in shares))
+    cells = (f"{100 * s:.0f} %" if math.isfinite(s) else shown(s) for s in shares)
+    table.add_row("accepted by position", *cells)
     return table
 
 
