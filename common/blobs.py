@@ -213,8 +213,9 @@ def blobs_at(url: str, storage_options: Sequence[str] = ()) -> Blobs:
     Args:
         url: a folder, `file://…`, `s3://bucket/prefix`, or another scheme that fsspec knows.
         storage_options: `KEY=VALUE` each, for the file system: `endpoint_url=http://…`, `key=…`,
-            `secret=…`, `profile=…`. For s3, `client=s3fs` keeps obstore out. Values are JSON where
-            they can be, text otherwise.
+            `secret=…`, `profile=…`. For s3 also `region=…`, `client=s3fs`, which keeps obstore out,
+            and `checksums=false` for servers that refuse them. Values are JSON where they can be,
+            text otherwise.
 
     Raises:
         BadInput: the scheme is unknown, its package is not installed, or an option is malformed.

@@ -9,11 +9,10 @@ import hashlib
 import importlib.util
 import itertools
 import re
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -25,21 +24,21 @@ from botocore.exceptions import (
     PartialCredentialsError,
 )
 from botocore.session import Session
-from crc32c import crc32c
 from fsspec.asyn import sync
 
 from dflash_offline.common.blobs import UPLOAD_AGE_S
-from dflash_offline.common.errors import BadInput
+from dflash_offline.common.errors import BadInput, Stopped
 from dflash_offline.common.object_blobs import TIMEOUT_S, ObjectBlobs
+from dflash_offline.common.s3_multipart import MultipartUpload, checksum_header, stale_uploads
 
 if TYPE_CHECKING:
     from dflash_offline.common.obstore_bytes import ObstoreBytes
 
 CLIENTS = ("obstore", "s3fs")
+_OWN_OPTIONS = ("client", "region", "checksums")
 # s3fs copies a body once, so it gets smaller ones; obstore sends the caller's memory as it is.
 SINGLE_PUT_BYTES = {"obstore": 1 << 30, "s3fs": 64 << 20}
 PART_BYTES = 32 << 20
-_PARTS_IN_FLIGHT = 4
 _CONNECTIONS = 64
 # Metadata is smaller, and shards have checksums of their own.
 _MD5_BYTES = 64 << 20
@@ -62,9 +61,10 @@ class S3Blobs(ObjectBlobs):
         self.client = chosen or ("obstore" if importlib.util.find_spec("obstore") else "s3fs")
         self.part_bytes = PART_BYTES
         self.single_put_bytes = SINGLE_PUT_BYTES[self.client]
+        self._has_checksums = bool(options.get("checksums", True))
 
     def _connect(self) -> s3fs.S3FileSystem:
-        options = {k: v for k, v in self._options.items() if k not in ("client", "region")}
+        options = {k: v for k, v in self._options.items() if k not in _OWN_OPTIONS}
         client_kwargs = dict(options.pop("client_kwargs", {}))
         if "region" in self._options:
             client_kwargs["region_name"] = self._options["region"]
@@ -103,6 +103,7 @@ class S3Blobs(ObjectBlobs):
             region=client.meta.region_name or "us-east-1",
             is_anonymous=self._filesystem.anon,
             credentials=self._credentials,
+            has_checksums=self._has_checksums,
         )
         return ObstoreBytes(address, timeout_s=TIMEOUT_S)
 
@@ -146,75 +147,32 @@ class S3Blobs(ObjectBlobs):
         return self._create_at_once(key, first)
 
     def _create_in_parts(self, key: str, views: Iterator[memoryview]) -> int:
-        """Upload in parts; only the completion is conditional, and only it makes the object."""
         if not self._is_conditional and self._exists(key):
             raise FileExistsError(key)
-        target = {"Bucket": self._bucket, "Key": self._full(key)}
-        upload = self._persist(
-            lambda: self._call("create_multipart_upload", **target), "writing", key
+        upload = MultipartUpload(
+            call=partial(self._persistent_call, "writing", key),
+            bucket=self._bucket,
+            key=self._full(key),
+            part_bytes=self.part_bytes,
+            has_checksums=self._has_checksums,
         )
-        target["UploadId"] = upload["UploadId"]
         try:
-            tags, size, crc = self._upload_parts(key, target, views)
-            self._complete(key, target, tags, size, crc)
-        except BaseException:
-            self._abort(target)
-            raise
-        return size
-
-    def _upload_parts(
-        self, key: str, target: Mapping[str, str], views: Iterator[memoryview]
-    ) -> tuple[list[dict[str, Any]], int, int]:
-        """Return the parts' tags, the size in bytes and the CRC-32C of the whole."""
-
-        def send(number: int, body: bytes) -> dict[str, Any]:
-            answer = self._persist(
-                lambda: self._call("upload_part", PartNumber=number, Body=body, **target),
-                f"writing part {number} of",
-                key,
-            )
-            return {"PartNumber": number, "ETag": answer["ETag"]}
-
-        tags, size, crc = [], 0, 0
-        in_flight: deque[Future[dict[str, Any]]] = deque()
-        with ThreadPoolExecutor(_PARTS_IN_FLIGHT) as pool:
-            for number, body in enumerate(_regrouped(views, self.part_bytes), 1):
-                size, crc = size + len(body), crc32c(body, crc)
-                if len(in_flight) >= _PARTS_IN_FLIGHT:
-                    tags.append(in_flight.popleft().result())
-                in_flight.append(pool.submit(send, number, body))
-            tags += [future.result() for future in in_flight]
-        return tags, size, crc
-
-    def _complete(
-        self,
-        key: str,
-        target: Mapping[str, str],
-        tags: list[dict[str, Any]],
-        size: int,
-        crc: int,
-    ) -> None:
-        def complete() -> None:
-            self._call(
-                "complete_multipart_upload",
-                MultipartUpload={"Parts": tags},
-                IfNoneMatch="*",
-                **target,
-            )
-
-        try:
-            self._persist(complete, "completing", key)
+            upload.send(views)
+            upload.complete()
         except (FileExistsError, FileNotFoundError):
             # After a lost answer the object is there and the upload gone by our own doing.
-            if not self._has_content(key, size, crc):
+            if not self._has_content(key, upload.size, upload.crc):
+                self._give_up(upload.abort)
                 raise
+        except BaseException:
+            self._give_up(upload.abort)
+            raise
+        return upload.size
 
-    def _abort(self, target: Mapping[str, str]) -> None:
-        try:
-            self._call("abort_multipart_upload", **target)
-        except self._transient():
-            # `drop_stale_uploads` finds it later.
-            pass
+    def _give_up(self, abort: Callable[[], None]) -> None:
+        # `drop_stale_uploads` finds later what this does not reach.
+        with suppress(Stopped, BadInput, FileNotFoundError):
+            abort()
 
     def replace(self, key: str, content: bytes, *, expected: bytes | None = None) -> None:
         condition = {}
@@ -225,45 +183,22 @@ class S3Blobs(ObjectBlobs):
             tag = self._persist(lambda: self._call("head_object", **target), "looking up", key)
             condition = {"IfMatch": tag["ETag"]} if self._is_conditional else {}
         try:
-            self._persist(
-                lambda: self._call("put_object", Body=content, **target, **condition),
-                "writing",
-                key,
-            )
+            self._persist(lambda: self._overwrite(key, content, **condition), "writing", key)
         except FileExistsError:
             # After a lost answer the new content itself fails the condition.
             if self.read(key) != content:
                 raise
 
     def drop_stale_uploads(self, older_than_s: float = UPLOAD_AGE_S) -> Sequence[str]:
-        found, marker = [], {}
-        while True:
-            page = self._persist(
-                lambda marker=marker: self._call(
-                    "list_multipart_uploads",
-                    Bucket=self._bucket,
-                    Prefix=self._full(""),
-                    **marker,
-                ),
-                "listing uploads",
-                "",
-            )
-            found += page.get("Uploads", [])
-            if not page.get("IsTruncated"):
-                break
-            marker = {
-                "KeyMarker": page["NextKeyMarker"],
-                "UploadIdMarker": page["NextUploadIdMarker"],
-            }
-        dropped = []
+        prefix = self._full("")
+        if not prefix:
+            # A store at the root of a bucket cannot tell its uploads from a stranger's.
+            return []
+        call = partial(self._persistent_call, "listing uploads of", "the store")
+        found = stale_uploads(call, bucket=self._bucket, prefix=prefix, older_than_s=older_than_s)
         for upload in found:
-            age_s = (datetime.now(UTC) - upload["Initiated"]).total_seconds()
-            # Checked here too: not every server keeps to the prefix.
-            if upload["Key"].startswith(self._full("")) and age_s >= older_than_s:
-                target = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
-                self._abort({"Bucket": self._bucket, **target})
-                dropped.append(upload["Key"][len(self._full("")) :])
-        return dropped
+            self._give_up(partial(call, "abort_multipart_upload", **upload))
+        return [upload["Key"][len(prefix) :] for upload in found]
 
     def _full(self, key: str) -> str:
         return f"{self._prefix}/{key}" if self._prefix else key
@@ -319,16 +254,22 @@ class S3Blobs(ObjectBlobs):
                 self._obstore.put_new(self._full(key), views)
             else:
                 target = {"Bucket": self._bucket, "Key": self._full(key)}
-                self._call("put_object", Body=b"".join(views), IfNoneMatch="*", **target)
+                body = b"".join(views)
+                checked = {"ChecksumCRC32C": checksum_header(body)} if self._has_checksums else {}
+                self._call("put_object", Body=body, IfNoneMatch="*", **checked, **target)
         except FileExistsError:
             # Also the answer while another conditional write of the key is under way.
             if not self._exists(key):
                 raise ConnectionError("another write of the same object is under way") from None
             raise
 
-    def _overwrite(self, key: str, content: bytes) -> None:
+    def _overwrite(self, key: str, content: bytes, **condition: str) -> None:
         target = {"Bucket": self._bucket, "Key": self._full(key)}
-        self._call("put_object", Body=content, **target)
+        checked = {"ChecksumCRC32C": checksum_header(content)} if self._has_checksums else {}
+        self._call("put_object", Body=content, **checked, **target, **condition)
+
+    def _persistent_call(self, doing: str, key: str, method: str, **arguments: Any) -> Any:
+        return self._persist(lambda: self._call(method, **arguments), doing, key)
 
     def _call(self, method: str, **arguments: Any) -> dict[str, Any]:
         try:
@@ -370,20 +311,3 @@ def _code(problem: Exception) -> str:
     """Return the server's error code behind an exception of s3fs."""
     cause = problem.__cause__
     return cause.response["Error"].get("Code", "") if isinstance(cause, ClientError) else ""
-
-
-def _regrouped(views: Iterator[memoryview], part_bytes: int) -> Iterator[bytes]:
-    """Cut a stream of views into parts of one size, the last one shorter."""
-    pieces: list[memoryview] = []
-    size = 0
-    for view in views:
-        while len(view):
-            piece = view[: part_bytes - size]
-            pieces.append(piece)
-            size += len(piece)
-            view = view[len(piece) :]
-            if size == part_bytes:
-                yield b"".join(pieces)
-                pieces, size = [], 0
-    if pieces:
-        yield b"".join(pieces)
