@@ -7,6 +7,8 @@ accuracy. Formulas and figures: docs/kernels.md. Letters: N rows, C rows of a ch
 V vocabulary.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -24,8 +26,12 @@ from dflash_offline.kernels.logit_math import cap_logits, cap_slope, dot_rows, l
 from dflash_offline.kernels.optional_triton import tl, triton, use_triton
 from dflash_offline.kernels.reference_loss import LinearCE
 
+# Columns whose probability mass is summed for linear_ce_skip; the height of a step of its product.
+TILE_COLUMNS = 64
+
 # Row offsets change from step to step, so their alignment is not compiled in.
 PER_ROW = ["labels_ptr", *(f"{name}_ptr" for name in LinearCE._fields)]
+PER_ROW += ["label_grad_ptr", "row_scale_ptr"]
 
 
 @triton.jit(do_not_specialize=["num_columns"], do_not_specialize_on_alignment=PER_ROW)
@@ -40,9 +46,15 @@ def _linear_ce_rows_kernel(
     rank_ptr,
     entropy_ptr,
     label_prob_ptr,
+    label_grad_ptr,
+    mass_ptr,
+    scaled_ptr,
+    row_scale_ptr,
     stride_z,
     stride_x,
     stride_w,
+    stride_mass,
+    stride_scaled,
     num_columns,
     hidden,
     logit_scale,
@@ -51,11 +63,14 @@ def _linear_ce_rows_kernel(
     WITH_GRAD: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """One row of raw logits to its statistics and, in place, to its gradient.
 
     Pass 1: m = max_j z_j and R = sum_{j != y} exp(z_j - m), so S = R + exp(z_y - m).
     Pass 2: dz_j = slope_j exp(z_j - m) / S and dz_y = -slope_y R / S; rank, argmax, entropy.
+    With label_grad, dz_y goes there and the row has a zero in its place; with mass, sums of dz over
+    TILE columns are stored; with scaled, the row goes there divided by its row_scale.
     """
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * stride_z
@@ -69,17 +84,20 @@ def _linear_ce_rows_kernel(
     z_label = cap_logits(raw_label, logit_scale, softcap, HAS_SOFTCAP)
     column = label.to(tl.int32)
     offs = tl.arange(0, BLOCK_V)
-    # Buffer rows are padded to 64 columns: a bound that is a multiple of 16 keeps loads wide.
-    bound = (num_columns + 15) // 16 * 16
+    # Buffer rows are padded to 64 columns; a bound that is such a multiple keeps loads wide.
+    bound = (num_columns + 63) // 64 * 64
 
     m = tl.where(is_valid, z_label, float("-inf"))
     others = 0.0
+    top_other = float("-inf")
     for start in range(0, num_columns, BLOCK_V):
         cols = start + offs
         raw = tl.load(z_ptr + cols, mask=cols < bound, other=0.0).to(tl.float32)
         z = cap_logits(raw, logit_scale, softcap, HAS_SOFTCAP)
         z = tl.where((cols < num_columns) & (cols != column), z, float("-inf"))
-        m_new = tl.maximum(m, tl.max(z))
+        top = tl.max(z)
+        top_other = tl.maximum(top_other, top)
+        m_new = tl.maximum(m, top)
         # A block may hold nothing but -inf, before the first finite logit.
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         others = others * tl.exp(m - m_safe) + tl.sum(tl.exp(z - m_safe))
@@ -96,6 +114,12 @@ def _linear_ce_rows_kernel(
 
     scale = tl.where(is_valid, 1.0 / total, nan)
     inverse = 1.0 / total
+    if row_scale_ptr is not None:
+        # The largest |dz| off the label becomes 448, the largest number of float8_e4m3fn.
+        tl.store(row_scale_ptr + row, logit_scale * tl.exp(top_other - m) * scale / 448.0)
+    if label_grad_ptr is not None:
+        slope = cap_slope(raw_label, logit_scale, softcap, HAS_SOFTCAP)
+        tl.store(label_grad_ptr + row, -others * scale * slope)
     ahead = tl.zeros([BLOCK_V], tl.int32)
     first = tl.full([BLOCK_V], 2147483647, tl.int32)
     spread = tl.zeros([BLOCK_V], tl.float32)
@@ -112,29 +136,69 @@ def _linear_ce_rows_kernel(
         e = tl.exp(shifted)
         spread += tl.where(e > 0.0, e * shifted, 0.0)
         if WITH_GRAD:
-            dz = tl.where(is_label, -others * scale, e * scale)
-            dz *= cap_slope(raw, logit_scale, softcap, HAS_SOFTCAP)
-            tl.store(z_ptr + cols, dz.to(z_ptr.dtype.element_ty), mask=cols < bound)
+            slope = cap_slope(raw, logit_scale, softcap, HAS_SOFTCAP)
+            if label_grad_ptr is not None:
+                dz = tl.where(is_label, 0.0, e * scale)
+            else:
+                dz = tl.where(is_label, -others * scale, e * scale)
+            if scaled_ptr is not None:
+                q = tl.where(is_label, 0.0, 448.0 * tl.exp(z - top_other) * (slope / logit_scale))
+                at = scaled_ptr + row * stride_scaled + cols
+                tl.store(at, q.to(scaled_ptr.dtype.element_ty), mask=cols < bound)
+            else:
+                dz *= slope
+                tl.store(z_ptr + cols, dz.to(z_ptr.dtype.element_ty), mask=cols < bound)
+            if mass_ptr is not None:
+                mass = tl.sum(tl.reshape(dz, [BLOCK_V // TILE, TILE]), axis=1)
+                tiles = start // TILE + tl.arange(0, BLOCK_V // TILE)
+                at = mass_ptr + row * stride_mass + tiles
+                tl.store(at, mass.to(mass_ptr.dtype.element_ty), mask=tiles * TILE < num_columns)
     argmax = tl.min(first)
     tl.store(argmax_ptr + row, tl.where(argmax < num_columns, argmax, 0).to(tl.int64))
     tl.store(rank_ptr + row, tl.where(is_valid, tl.sum(ahead), num_columns).to(tl.int64))
     tl.store(entropy_ptr + row, log_total - tl.sum(spread) * inverse)
 
 
-def _triton_chunk(
-    x: Tensor, weight: Tensor, labels: Tensor, logits: Tensor, out: LinearCE, options: RowOptions
+class ApartLabel(NamedTuple):
+    """Where the row kernel puts a gradient that is not all in the logits' place, for C rows.
+
+    The label's entry is always taken out of the row: it is the largest, and it has an exact product
+    of its own, label_grad_i * W[label_i].
+    """
+
+    label_grad: Tensor  # [C] fp32
+    mass: Tensor | None = None  # [C, V / TILE_COLUMNS], sums of dz over tiles of columns
+    scaled: Tensor | None = None  # [C, V] float8_e4m3fn, dz / row_scale, instead of dz in place
+    row_scale: Tensor | None = None  # [C] fp32
+
+
+def triton_chunk(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    logits: Tensor,
+    out: LinearCE,
+    options: RowOptions,
+    apart: ApartLabel | None = None,
 ) -> None:
     """Fill `out` from raw logits [C, V] and, with_grad, leave dz in their place."""
     launch = row_launch(x.device)
+    label_grad, mass, scaled, row_scale = apart or (None,) * 4
     _linear_ce_rows_kernel[(x.shape[0],)](
         logits,
         x,
         weight,
         labels,
         *out,
+        label_grad,
+        mass,
+        scaled,
+        row_scale,
         logits.stride(0),
         x.stride(0),
         weight.stride(0),
+        0 if mass is None else mass.stride(0),
+        0 if scaled is None else scaled.stride(0),
         weight.shape[0],
         x.shape[1],
         options.logit_scale,
@@ -143,6 +207,7 @@ def _triton_chunk(
         WITH_GRAD=options.with_grad,
         BLOCK_V=launch.block_v,
         BLOCK_H=launch.block_h,
+        TILE=TILE_COLUMNS,
         num_warps=launch.num_warps,
     )
 
@@ -155,7 +220,7 @@ class _LinearCE(torch.autograd.Function):
         num_rows, num_columns = x.shape[0], weight.shape[0]
         out = empty_results(LinearCE, x)
         dx = torch.empty_like(x) if options.with_grad else None
-        row_pass = _triton_chunk if as_triton else torch_chunk
+        row_pass = triton_chunk if as_triton else torch_chunk
         bounds = chunk_bounds(num_rows, chunk_rows)
         rows = bounds[0][1] if bounds else 0
         buffer = chunk_buffer("logits", rows, num_columns, dtype=x.dtype, device=x.device)

@@ -95,8 +95,8 @@ def _linear_kl_topk_rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * stride_z
     offs = tl.arange(0, BLOCK_V)
-    # Buffer rows are padded to 64 columns: a bound that is a multiple of 16 keeps loads wide.
-    bound = (num_columns + 15) // 16 * 16
+    # Buffer rows are padded to 64 columns; a bound that is such a multiple keeps loads wide.
+    bound = (num_columns + 63) // 64 * 64
     neg_inf = float("-inf")
 
     offs_k = tl.arange(0, BLOCK_K)

@@ -1,0 +1,376 @@
+"""linear_ce with most of the dX product left out: an option for drafters that have learned.
+
+The head is reordered so that probability mass gathers in few tiles of 64 columns. A tile in which
+no row of a block of 128 holds more than a bound of mass is not multiplied; its mass times the mean
+of its head rows stands in for it. The error that remains is bounded per row and returned. Formulas
+and figures: docs/kernels.md. Letters: N rows, C rows of a chunk, H hidden, V vocabulary, K tiles.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dflash_offline.kernels.head_rows import (
+    RowOptions,
+    check_head,
+    check_labels,
+    empty_results,
+    scale_rows,
+)
+from dflash_offline.kernels.linear_ce import TILE_COLUMNS, ApartLabel, triton_chunk
+from dflash_offline.kernels.linear_ce_torch import torch_chunk
+from dflash_offline.kernels.logit_chunks import chunk_bounds, chunk_buffer, full_precision_sums
+from dflash_offline.kernels.optional_triton import tl, triton, use_triton
+from dflash_offline.kernels.reference_loss import LinearCE
+
+# Rows that share one list of tiles, and the tile of the product they make together.
+BLOCK_ROWS = 128
+
+
+class ProductLaunch(NamedTuple):
+    """Launch settings of the product over listed tiles."""
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+PRODUCT_LAUNCH = ProductLaunch(block_n=256, num_warps=8, num_stages=4)
+
+
+class OrderedHead(NamedTuple):
+    """A head [V, H] whose rows are ordered by expected mass, made by `order_head`."""
+
+    weight: Tensor  # [64 K, H], reordered, zero rows at the end
+    column_of: Tensor  # [V] int64, token id to column
+    token_of: Tensor  # [V] int64, column to token id
+    tile_means: Tensor  # [K, H], mean of a tile's rows
+    tile_radius: Tensor  # [K] fp32, largest distance of a tile's row from its mean
+
+
+class SkipReport(NamedTuple):
+    """What skipping left out; tensors on the device, so that reading them is the caller's wait."""
+
+    error_bound: Tensor  # [N] fp32, bound of |error of dX_i| before the upstream gradient
+    kept_frac: Tensor  # fp32 scalar, share of tiles that were multiplied
+
+
+def order_head(weight: Tensor, mass: Tensor) -> OrderedHead:
+    """Copy the head [V, H] with its rows in descending order of `mass` [V].
+
+    Expected probabilities are best; counts of tokens in the training data do nearly as well. Ties
+    keep the order of token ids.
+    """
+    weight = weight.detach()
+    vocab_size, hidden = weight.shape
+    if mass.shape != (vocab_size,):
+        raise ValueError(f"mass is {tuple(mass.shape)}; it must be [{vocab_size}], one a token")
+    token_of = torch.sort(mass.to(weight.device), descending=True, stable=True).indices
+    column_of = torch.empty_like(token_of)
+    column_of[token_of] = torch.arange(vocab_size, device=weight.device)
+    num_tiles = -(-vocab_size // TILE_COLUMNS)
+    ordered = weight.new_zeros(num_tiles * TILE_COLUMNS, hidden)
+    ordered[:vocab_size] = weight[token_of]
+    means = weight.new_empty(num_tiles, hidden)
+    radius = torch.empty(num_tiles, dtype=torch.float32, device=weight.device)
+    for tile in range(num_tiles):
+        rows = ordered[tile * TILE_COLUMNS : min((tile + 1) * TILE_COLUMNS, vocab_size)].float()
+        means[tile] = rows.mean(dim=0)
+        radius[tile] = (rows - means[tile].float()).norm(dim=1).max()
+    return OrderedHead(ordered, column_of, token_of, means, radius)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_tiles"], do_not_specialize_on_alignment=["bound_ptr"]
+)
+def _select_tiles_kernel(
+    mass_ptr,
+    radius_ptr,
+    tiles_ptr,
+    counts_ptr,
+    bound_ptr,
+    stride_mass,
+    stride_tiles,
+    num_rows,
+    num_tiles,
+    max_mass,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """List the tiles in which a row of the block has more than max_mass; zero their mass.
+
+    What stays in mass is what the tile means are multiplied with. A row of NaN (a poisoned label)
+    has no say in the list.
+    """
+    block = tl.program_id(0).to(tl.int64)
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs = tl.arange(0, BLOCK_K)
+    count = 0
+    bound = tl.zeros([BLOCK_M], tl.float32)
+    for start in range(0, num_tiles, BLOCK_K):
+        tiles = start + offs
+        at = mass_ptr + rows[:, None] * stride_mass + tiles[None, :]
+        mask = (rows < num_rows)[:, None] & (tiles < num_tiles)[None, :]
+        mass = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        known = tl.where(mass == mass, mass, 0.0)
+        is_kept = tl.max(known, axis=0) > max_mass
+        kept = is_kept.to(tl.int32)
+        place = count + tl.cumsum(kept, axis=0) - kept
+        tl.store(tiles_ptr + block * stride_tiles + place, tiles, mask=is_kept)
+        count += tl.sum(kept)
+        radius = tl.load(radius_ptr + tiles, mask=tiles < num_tiles, other=0.0)
+        skipped = tl.where(is_kept[None, :], 0.0, mass)
+        bound += tl.sum(skipped * radius[None, :], axis=1)
+        tl.store(
+            at, tl.zeros_like(mass).to(mass_ptr.dtype.element_ty), mask=mask & is_kept[None, :]
+        )
+    tl.store(counts_ptr + block, count)
+    tl.store(bound_ptr + rows, bound, mask=rows < num_rows)
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["labels_ptr"])
+def _listed_product_kernel(
+    dz_ptr,
+    weight_ptr,
+    tiles_ptr,
+    counts_ptr,
+    labels_ptr,
+    label_grad_ptr,
+    dx_ptr,
+    stride_dz,
+    stride_w,
+    stride_tiles,
+    stride_dx,
+    num_rows,
+    hidden,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """dX_i += label_grad_i W[label_i] + sum over the block's listed tiles of dz W, in fp32."""
+    pid = tl.program_id(0)
+    num_n = tl.cdiv(hidden, BLOCK_N)
+    block = (pid // num_n).to(tl.int64)
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    # Rows past the end repeat the last one, so that the loop needs no mask.
+    safe_rows = tl.minimum(rows, num_rows - 1)
+    cols = (pid % num_n) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = cols < hidden
+    mask = (rows < num_rows)[:, None] & mask_n[None, :]
+    dx_at = dx_ptr + rows[:, None] * stride_dx + cols[None, :]
+    # A poisoned label has a gradient of NaN and any row of the head will do.
+    label = tl.maximum(tl.load(labels_ptr + safe_rows), 0)
+    label_grad = tl.load(label_grad_ptr + safe_rows)
+    w_label = tl.load(
+        weight_ptr + label[:, None] * stride_w + cols[None, :], mask=mask_n[None, :], other=0.0
+    )
+    acc = tl.load(dx_at, mask=mask, other=0.0).to(tl.float32)
+    acc += label_grad[:, None] * w_label.to(tl.float32)
+
+    offs = tl.arange(0, TILE)
+    a_at = dz_ptr + safe_rows[:, None] * stride_dz + offs[None, :]
+    b_at = weight_ptr + offs[:, None].to(tl.int64) * stride_w + cols[None, :]
+    count = tl.load(counts_ptr + block)
+    for i in range(count):
+        first = tl.load(tiles_ptr + block * stride_tiles + i).to(tl.int64) * TILE
+        a = tl.load(a_at + first)
+        b = tl.load(b_at + first * stride_w, mask=mask_n[None, :], other=0.0)
+        acc = tl.dot(a, b, acc)
+    tl.store(dx_at, acc.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+def _triton_rows(
+    x: Tensor,
+    head: OrderedHead,
+    labels: Tensor,
+    logits: Tensor,
+    out: LinearCE,
+    options: RowOptions,
+    max_tile_mass: float,
+    bound: Tensor,
+    counts: Tensor,
+    dx: Tensor | None,
+) -> None:
+    """Row pass, tile lists, tile means and the listed product of one chunk."""
+    (num_rows, hidden), (num_tiles, _) = x.shape, head.tile_means.shape
+    weight = head.weight[: head.token_of.shape[0]]
+    if dx is None:
+        triton_chunk(x, weight, labels, logits, out, options)
+        return
+    device = x.device
+    mass = chunk_buffer("mass", num_rows, num_tiles, dtype=x.dtype, device=device)
+    label_grad = chunk_buffer("label_grad", 1, num_rows, dtype=torch.float32, device=device)[0]
+    triton_chunk(x, weight, labels, logits, out, options, ApartLabel(label_grad, mass=mass))
+    tiles = chunk_buffer("tiles", counts.shape[0], num_tiles, dtype=torch.int32, device=device)
+    _select_tiles_kernel[(counts.shape[0],)](
+        mass,
+        head.tile_radius,
+        tiles,
+        counts,
+        bound,
+        mass.stride(0),
+        tiles.stride(0),
+        num_rows,
+        num_tiles,
+        max_tile_mass,
+        BLOCK_M=BLOCK_ROWS,
+        BLOCK_K=TILE_COLUMNS,
+        num_warps=8,
+    )
+    torch.mm(mass, head.tile_means, out=dx)
+    launch = PRODUCT_LAUNCH
+    _listed_product_kernel[(counts.shape[0] * triton.cdiv(hidden, launch.block_n),)](
+        logits,
+        head.weight,
+        tiles,
+        counts,
+        labels,
+        label_grad,
+        dx,
+        logits.stride(0),
+        head.weight.stride(0),
+        tiles.stride(0),
+        dx.stride(0),
+        num_rows,
+        hidden,
+        BLOCK_M=BLOCK_ROWS,
+        BLOCK_N=launch.block_n,
+        TILE=TILE_COLUMNS,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+
+
+def _torch_rows(
+    x: Tensor,
+    head: OrderedHead,
+    labels: Tensor,
+    logits: Tensor,
+    out: LinearCE,
+    options: RowOptions,
+    max_tile_mass: float,
+    bound: Tensor,
+    counts: Tensor,
+    dx: Tensor | None,
+) -> None:
+    """Same as _triton_rows, in plain PyTorch: what runs on a CPU. It multiplies zeros."""
+    num_rows, vocab_size = logits.shape
+    weight = head.weight[:vocab_size]
+    torch_chunk(x, weight, labels, logits, out, options)
+    if dx is None:
+        return
+    column = labels.clamp(0, vocab_size - 1)[:, None]
+    label_grad = logits.gather(1, column)
+    logits.scatter_(1, column, 0)
+    num_tiles = head.tile_means.shape[0]
+    dz = torch.nn.functional.pad(logits, (0, num_tiles * TILE_COLUMNS - vocab_size))
+    mass = dz.view(num_rows, num_tiles, TILE_COLUMNS).sum(dim=2)  # [C, K]
+    for block in range(counts.shape[0]):
+        rows = slice(block * BLOCK_ROWS, (block + 1) * BLOCK_ROWS)
+        is_kept = mass[rows].nan_to_num(0).amax(dim=0) > max_tile_mass  # [K]
+        counts[block] = is_kept.sum()
+        mass[rows].masked_fill_(is_kept, 0)
+        dz[rows].masked_fill_(~is_kept.repeat_interleave(TILE_COLUMNS), 0)
+    bound.copy_((mass.float() * head.tile_radius).sum(dim=1))
+    dx.copy_(dz @ head.weight + mass @ head.tile_means + label_grad * weight[column[:, 0]])
+
+
+class _LinearCESkip(torch.autograd.Function):
+    """Saves dX [N, H], made in forward for an upstream gradient of one."""
+
+    @staticmethod
+    def forward(ctx, x, head, columns, options, chunk_rows, max_tile_mass, as_triton):
+        out = empty_results(LinearCE, x)
+        dx = torch.empty_like(x) if options.with_grad else None
+        bound = torch.zeros(x.shape[0], dtype=torch.float32, device=x.device)
+        vocab_size = head.token_of.shape[0]
+        bounds = chunk_bounds(x.shape[0], chunk_rows)
+        rows = bounds[0][1] if bounds else 0
+        num_blocks = sum(-(-(end - start) // BLOCK_ROWS) for start, end in bounds)
+        counts = torch.zeros(num_blocks, dtype=torch.int32, device=x.device)
+        buffer = chunk_buffer("logits", rows, vocab_size, dtype=x.dtype, device=x.device)
+        run = _triton_rows if as_triton else _torch_rows
+        block = 0
+        with full_precision_sums(), torch.cuda.device_of(x):
+            for start, end in bounds:
+                chunk, size = slice(start, end), end - start
+                blocks = slice(block, block + -(-size // BLOCK_ROWS))
+                block = blocks.stop
+                logits = buffer[:size]
+                torch.mm(x[chunk], head.weight[:vocab_size].T, out=logits)
+                run(
+                    x[chunk],
+                    head,
+                    columns[chunk],
+                    logits,
+                    LinearCE(*(o[chunk] for o in out)),
+                    options,
+                    max_tile_mass,
+                    bound[chunk],
+                    counts[blocks],
+                    None if dx is None else dx[chunk],
+                )
+        kept_frac = counts.float().mean() / head.tile_means.shape[0]
+        results = (*out, bound, kept_frac)
+        ctx.mark_non_differentiable(*results[1:])
+        ctx.save_for_backward(dx)
+        ctx.as_triton = as_triton
+        return results
+
+    @staticmethod
+    def backward(ctx, grad_nll, *_unused):
+        (dx,) = ctx.saved_tensors
+        with torch.cuda.device_of(dx):
+            grad = scale_rows(dx, grad_nll, as_triton=ctx.as_triton)
+        return grad, None, None, None, None, None, None
+
+
+def linear_ce_skip(
+    x: Tensor,
+    head: OrderedHead,
+    labels: Tensor,
+    *,
+    max_tile_mass: float = 3e-3,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    chunk_rows: int = 4096,
+    implementation: str | None = None,
+) -> tuple[LinearCE, SkipReport]:
+    """Return linear_ce's results, with an approximate gradient, and what was left out of it.
+
+    All outputs but the gradient are those of linear_ce (equal logits may be ranked in the order of
+    columns instead of token ids). The gradient leaves out tiles of 64 columns in which no row of
+    128 has more than `max_tile_mass` of probability, and puts their mean row in their place.
+
+    Args:
+        x: [N, H] rows, as in linear_ce.
+        head: the reordered head.
+        labels: [N] int64 token ids, as in linear_ce.
+        max_tile_mass: probability, above 0; 3e-3 keeps about a quarter of the tiles of a drafter
+            that has learned, at an error of dX under 1 %.
+        logit_scale, softcap, chunk_rows, implementation: as in linear_ce. Chunks are cut at
+            multiples of 128 rows, so that their size does not change which tiles are kept.
+
+    Raises:
+        ValueError: shapes, dtypes or an implementation that do not go together.
+    """
+    as_triton = use_triton(x, implementation)
+    check_head(x, head.weight, as_triton=as_triton)
+    check_labels(labels, num_rows=x.shape[0])
+    vocab_size = head.token_of.shape[0]
+    is_known = (labels >= 0) & (labels < vocab_size)
+    columns = torch.where(is_known, head.column_of[labels.clamp(0, vocab_size - 1)], -1)
+    options = RowOptions(
+        with_grad=x.requires_grad and torch.is_grad_enabled(),
+        logit_scale=logit_scale,
+        softcap=softcap,
+    )
+    *out, bound, kept_frac = _LinearCESkip.apply(
+        x, head, columns, options, chunk_rows, max_tile_mass, as_triton
+    )
+    results = LinearCE(*out)
+    return (
+        results._replace(argmax=head.token_of[results.argmax]),
+        SkipReport(error_bound=bound, kept_frac=kept_frac),
+    )
