@@ -21,7 +21,7 @@ from dflash_offline.common.codecs import GROUP
 # Keeps subnormal numbers out of the decoder; no state is that small against its channel.
 MIN_SCALE = 2.0**-64
 # Lloyd's levels for a normal variable (0.2451, 0.7560, 1.3439, 2.1520) in multiples of 1/256, so
-# that a level times a bfloat16 scale is exact in fp32; thresholds halfway between.
+# that sums of 64 of them are exact in fp32; thresholds halfway between.
 LEVELS = (63 / 256, 194 / 256, 344 / 256, 551 / 256)
 THRESHOLDS = tuple((a + b) / 2 for a, b in pairwise(LEVELS))
 _MAX_CODE = {"int8": 127, "int4": 7}
@@ -221,37 +221,26 @@ def decode_rows(
 
 
 def rotate(y: Tensor) -> Tensor:
-    """Mix the H channels of fp32 rows [T, H] orthogonally: two overlapping Hadamard transforms.
+    """Mix each group of 64 channels of fp32 rows [T, H] by the orthonormal Hadamard matrix.
 
-    The first covers the first Q channels, the second the last Q, where Q is the largest power of
-    two that fits. `unrotate` undoes it.
+    Butterflies at distance 1, 2, 4, … 32, then a multiplication by 1/8.
     """
-    for start, stop in _windows(y.shape[1]):
-        y = torch.cat((y[:, :start], _hadamard(y[:, start:stop]), y[:, stop:]), dim=1)
-    return y
-
-
-def unrotate(y: Tensor) -> Tensor:
-    """Undo `rotate`: a Hadamard transform is its own inverse."""
-    for start, stop in reversed(_windows(y.shape[1])):
-        y = torch.cat((y[:, :start], _hadamard(y[:, start:stop]), y[:, stop:]), dim=1)
-    return y
-
-
-def _windows(hidden: int) -> list[tuple[int, int]]:
-    size = 1 << (hidden.bit_length() - 1)
-    return [(0, size)] if size == hidden else [(0, size), (hidden - size, hidden)]
-
-
-def _hadamard(y: Tensor) -> Tensor:
-    """Butterflies at distance 1, 2, 4, …, then one multiplication by fp32(Q ** -0.5)."""
-    size, distance = y.shape[1], 1
-    while distance < size:
-        pairs = y.reshape(len(y), -1, 2, distance)
-        a, b = pairs[:, :, 0], pairs[:, :, 1]
-        y = torch.stack((a + b, a - b), dim=2)
+    groups, distance = y.unflatten(1, (-1, GROUP)), 1
+    while distance < GROUP:
+        pairs = groups.reshape(*groups.shape[:2], -1, 2, distance)
+        a, b = pairs[..., 0, :], pairs[..., 1, :]
+        groups = torch.stack((a + b, a - b), dim=-2).flatten(2)
         distance *= 2
-    return y.reshape(-1, size) * size**-0.5
+    return groups.flatten(1) * GROUP**-0.5
+
+
+def hadamard(device: torch.device | str = "cpu") -> Tensor:
+    """Return `rotate`'s matrix, fp32 [64, 64] of ±1/8 in Sylvester's order, its own inverse."""
+    matrix = torch.ones(1, 1, device=device)
+    while len(matrix) < GROUP:
+        top, bottom = torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)
+        matrix = torch.cat((top, bottom))
+    return matrix * GROUP**-0.5
 
 
 def _encode_block(
@@ -287,14 +276,14 @@ def _rounded_up(scale: Tensor) -> Tensor:
 
 
 def _pack_int4(levels: Tensor) -> Tensor:
-    """Byte j of a group holds code j in its low half and code j + 32 in its high half."""
-    nibbles = (levels + 8).to(torch.uint8)
-    return (nibbles[..., : GROUP // 2] | nibbles[..., GROUP // 2 :] << 4).flatten(1)
+    """Byte i holds channel 2 i in its low half and channel 2 i + 1 in its high half, plus 8."""
+    pairs = (levels.flatten(1) + 8).to(torch.uint8).unflatten(1, (-1, 2))
+    return pairs[..., 0] | pairs[..., 1] << 4
 
 
 def _unpack_int4(codes: Tensor) -> Tensor:
-    pairs = codes.unflatten(1, (-1, GROUP // 2))
-    return torch.cat((pairs & 15, pairs >> 4), dim=-1).to(torch.int8) - 8  # [T, G, GROUP]
+    levels = torch.stack((codes & 15, codes >> 4), dim=-1).to(torch.int8) - 8
+    return levels.flatten(1).unflatten(1, (-1, GROUP))  # [T, G, GROUP]
 
 
 def _encode_int3(z: Tensor) -> tuple[Tensor, Tensor]:
@@ -305,24 +294,31 @@ def _encode_int3(z: Tensor) -> tuple[Tensor, Tensor]:
     magnitude = u.abs()
     above = sum((magnitude > each).to(torch.uint8) for each in THRESHOLDS)
     level = torch.where(u < 0, 3 - above, 4 + above)
-    low, high = level & 3, level >> 2
-    quarters, eighths = low.unflatten(1, (4, -1)), high.unflatten(1, (8, -1))
-    packed_low = quarters[:, 0].clone()
-    for place in range(1, 4):
-        packed_low |= quarters[:, place] << 2 * place
-    packed_high = eighths[:, 0].clone()
-    for place in range(1, 8):
-        packed_high |= eighths[:, place] << place
-    return torch.cat((packed_low, packed_high), dim=1), scales[:, None]
+    return _pack_int3(level), scales[:, None]
+
+
+def _pack_int3(level: Tensor) -> Tensor:
+    """A group is three planes of 8 bytes; bit j of byte i of plane p is bit p of code 8 i + j."""
+    grouped = level.unflatten(1, (-1, 1, 8, 8))  # [T, G, 1, byte, bit]
+    planes = torch.cat([grouped >> plane & 1 for plane in range(3)], dim=2)
+    packed = planes[..., 0].clone()
+    for bit in range(1, 8):
+        packed |= planes[..., bit] << bit
+    return packed.flatten(1)
+
+
+def _unpack_int3(codes: Tensor) -> Tensor:
+    planes = codes.unflatten(1, (-1, 3, 8))  # [T, G, plane, byte]
+    bits = torch.stack([planes >> bit & 1 for bit in range(8)], dim=-1)
+    level = bits[:, :, 0] | bits[:, :, 1] << 1 | bits[:, :, 2] << 2
+    return level.flatten(1)
 
 
 def _decode_int3(codes: Tensor, scales: Tensor) -> Tensor:
-    hidden = codes.shape[1] * 8 // 3
-    low, high = codes[:, : hidden // 4], codes[:, hidden // 4 :]
-    level = torch.cat([low >> 2 * place & 3 for place in range(4)], dim=1)
-    level |= torch.cat([high >> place & 1 for place in range(8)], dim=1) << 2
     table = torch.tensor([-each for each in reversed(LEVELS)] + list(LEVELS), device=codes.device)
-    return unrotate(table[level.int()] * scales.float())
+    levels = table[_unpack_int3(codes).int()].unflatten(1, (-1, GROUP))
+    # Exact in any order of summation: the levels are small multiples of 1/256.
+    return (levels @ hadamard(codes.device)).flatten(1) * scales.float()
 
 
 def _sum_in_order(v: Tensor) -> Tensor:
