@@ -10,12 +10,12 @@ group is 64 neighbouring channels of one token.
            the high one, stored + 8 (1 to 15); one scale a group: scales [K, T, H / 64]
     int3   codes uint8 [K, T, 3 H / 8], 24 bytes a group: three planes of 8 bytes, plane p holding
            bit p of the 64 codes, channel 8 i + j in bit j of byte i (`numpy.packbits`, little); a
-           code is an index into `codebook` [8]; one scale a group: scales [K, T, H / 64]
+           code is an index into `codebook` [8]; one scale a token: scales [K, T, 1]
 
-Decoding gives, with y the code times its scale (int8, int4: the signed code; int3: its level),
+Decoding gives, in fp32 and rounded after each operation (docs/store-format.md, "Int codecs"),
 
-    x = mean + gain * y                     int8, int4; gain is the channel's standard deviation
-    x = mean + gain * (W y)                 int3; W rotates each group back
+    x = mean + gain * (scale * code)        int8, int4; gain is the channel's standard deviation
+    x = mean + gain * (scale * (W level))   int3; W rotates each group back
 
 W is the orthonormal Hadamard matrix of 64, W[i, j] = (-1) ** popcount(i & j) / 8, its own inverse.
 The encoder multiplies the standardised channels by fixed random signs and rotates them; `gain` is
@@ -27,12 +27,15 @@ Letters: K captured layers, T tokens, H hidden width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-GROUP = 64
+from dflash_offline.common.codecs import GROUP
+from dflash_offline.common.quantize import LEVELS, Calibration, EncodedStates
+
 CODE_BYTES = {"int8": (1, 1), "int4": (1, 2), "int3": (3, 8)}
 
 
@@ -63,7 +66,7 @@ class CodedStates:
             raise ValueError("exact_slot and exact must be given together")
         layers, tokens, num_bytes = self.values.shape
         up, down = CODE_BYTES[self.codec]
-        groups = 1 if self.codec == "int8" else self.hidden // GROUP
+        groups = self.hidden // GROUP if self.codec == "int4" else 1
         wanted = (layers, tokens, self.hidden * up // down)
         if self.codec != "int8" and self.hidden % GROUP:
             raise ValueError(f"codec {self.codec} needs a multiple of {GROUP} channels")
@@ -92,6 +95,36 @@ class CodedStates:
             for name, value in vars(self).items()
         }
         return CodedStates(**moved)
+
+
+def coded_states(
+    encoded: EncodedStates, calibration: Calibration, slots: Sequence[int]
+) -> CodedStates:
+    """Return the layers of a store's codes as the kernels take them, on the codes' device.
+
+    Args:
+        encoded: codes of K layers.
+        calibration: of the store, on the same device.
+        slots: rows of the calibration, one a layer.
+    """
+    device, layers = encoded.codes.device, len(encoded.codes)
+    own = torch.as_tensor(list(slots), device=device)
+    slot, token = encoded.exact_rows.long().unbind(1)
+    kept = slot < layers
+    exact_slot = torch.full(encoded.codes.shape[:2], -1, dtype=torch.int32, device=device)
+    rows = torch.arange(len(slot), dtype=torch.int32, device=device)
+    exact_slot[slot[kept], token[kept]] = rows[kept]
+    levels = [-each for each in reversed(LEVELS)] + list(LEVELS)
+    return CodedStates(
+        codec=calibration.codec,
+        values=encoded.codes.contiguous(),
+        scales=encoded.scales.contiguous(),
+        mean=calibration.mean[own],
+        gain=calibration.scale[own],
+        codebook=torch.tensor(levels, device=device) if calibration.codec == "int3" else None,
+        exact_slot=exact_slot,
+        exact=encoded.exact,
+    )
 
 
 def as_bfloat16(x: Tensor) -> Tensor:

@@ -82,16 +82,9 @@ def _decode_tile(
     else:
         GROUPS: tl.constexpr = BLOCK_H // 64
         groups = tl.arange(0, GROUPS)
-        if CODEC == "int8":
-            y = _codes_int8(value_ptr, row * H, column, mask, BLOCK_R, BLOCK_H)
-            y *= tl.load(scale_ptr + row, mask=valid, other=0.0).to(tl.float32)[:, None]
-        else:
-            if CODEC == "int4":
-                start = tl.where(valid, row * (H // 2), -1)
-                y = _codes_int4(value_ptr, start, column, groups, H, BLOCK_R, GROUPS)
-            else:
-                start = tl.where(valid, row * (H // 64 * 24), -1)
-                y = _codes_int3(value_ptr, codebook_ptr, start, column, groups, H, BLOCK_R, GROUPS)
+        if CODEC == "int4":
+            start = tl.where(valid, row * (H // 2), -1)
+            y = _codes_int4(value_ptr, start, column, groups, H, BLOCK_R, GROUPS)
             group = column // 64 + groups
             scale = tl.load(
                 scale_ptr + row[:, None] * (H // 64) + group[None, :],
@@ -99,6 +92,14 @@ def _decode_tile(
                 other=0.0,
             )
             y = tl.reshape(y * scale.to(tl.float32)[:, :, None], [BLOCK_R, BLOCK_H])
+        else:
+            if CODEC == "int8":
+                y = _codes_int8(value_ptr, row * H, column, mask, BLOCK_R, BLOCK_H)
+            else:
+                start = tl.where(valid, row * (H // 64 * 24), -1)
+                y = _codes_int3(value_ptr, codebook_ptr, start, column, groups, H, BLOCK_R, GROUPS)
+                y = tl.reshape(y, [BLOCK_R, BLOCK_H])
+            y *= tl.load(scale_ptr + row, mask=valid, other=0.0).to(tl.float32)[:, None]
         mean = tl.load(mean_ptr + layer * H + offs_h, mask=mask_h, other=0.0)
         gain = tl.load(gain_ptr + layer * H + offs_h, mask=mask_h, other=0.0)
         x = mean[None, :] + gain[None, :] * y
@@ -214,6 +215,8 @@ def _launch(states: CodedStates, rows, norm_weight, eps: float, dtype: torch.dty
         "BLOCK_R": block_rows,
         "BLOCK_H": block_hidden,
         "num_warps": warps,
+        # The format rounds products before sums; `quantize.decode_states` gives the same bits.
+        "enable_fp_fusion": False,
     }
     row_tiles = -(-num_rows // block_rows)
     if norm_weight is None:

@@ -220,10 +220,10 @@ def _decode(states: CodedStates, codes: Tensor, rows: Tensor | None) -> Tensor:
     """Decode codes [K, R, bytes] to float32 [K, R, H]."""
     scales = states.scales if rows is None else states.scales[:, rows.long()]
     y = unpack_codes(states, codes)
+    if states.codec == "int3":
+        y = (y.unflatten(-1, (-1, GROUP)) @ hadamard(device=y.device)).flatten(-2)
     groups = scales.shape[-1]
     y = y.unflatten(-1, (groups, states.hidden // groups)) * scales[..., None].float()
-    if states.codec == "int3":
-        y = y @ hadamard(device=y.device)
     x = states.mean[:, None] + states.gain[:, None] * y.flatten(-2)
     if states.exact_slot is None:
         return x

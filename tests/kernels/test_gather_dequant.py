@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_offline.kernels.coded_states import CodedStates, hadamard
+from dflash_offline.common.calibration import CalibrationRows
+from dflash_offline.common.quantize import decode_states, encode_states
+from dflash_offline.kernels.coded_states import CodedStates, coded_states, hadamard
 from dflash_offline.kernels.gather_dequant import gather_dequant, gather_linear
 
 LEVELS = np.float32([-2.15625, -1.34375, -0.7578125, -0.2451171875])
@@ -33,7 +35,7 @@ def coded(codec, *, layers=2, tokens=9, hidden=192, seed=0, exact=True, device="
         values = torch.from_numpy(rng.normal(size=shape)).bfloat16()
         states = CodedStates(codec="raw", values=values.view(torch.uint16).to(device))
         return states, values.double()
-    groups = 1 if codec == "int8" else hidden // 64
+    groups = hidden // 64 if codec == "int4" else 1
     scales = rng.uniform(0.5, 2, size=(layers, tokens, groups)).astype(np.float32)
     mean = rng.normal(size=(layers, hidden)).astype(np.float32)
     gain = (rng.choice([-1, 1], size=(layers, hidden)) * rng.uniform(0.5, 3)).astype(np.float32)
@@ -45,10 +47,9 @@ def coded(codec, *, layers=2, tokens=9, hidden=192, seed=0, exact=True, device="
         packed, y = pack_int4(codes), codes
     else:
         codes = rng.integers(0, 8, size=shape)
-        packed, y = pack_int3(codes), LEVELS[codes]
-    y = y.reshape(*shape[:2], groups, -1).astype(np.float64) * scales[..., None]
-    if codec == "int3":
+        packed, y = pack_int3(codes), LEVELS[codes].reshape(*shape[:2], -1, 64)
         y = y @ hadamard(dtype=torch.float64).numpy()
+    y = y.reshape(*shape[:2], groups, -1).astype(np.float64) * scales[..., None]
     x = mean[:, None] + gain[:, None] * y.reshape(shape)
     slot = np.full((layers, tokens), -1, np.int32)
     rows = torch.from_numpy(rng.normal(size=(3, hidden)) * 1000).bfloat16()
@@ -119,6 +120,22 @@ def test_no_exact_rows_at_all():
         for implementation in ("reference", "triton"):
             out = gather_dequant(given, dtype=torch.float32, implementation=implementation)
             torch.testing.assert_close(out.double(), token_major(x), rtol=1e-6, atol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("codec", CODECS[1:])
+def test_stores_codes_give_the_same_bits(codec, implementation):
+    """What the store's encoder writes decodes here to what its reader gives."""
+    features = torch.randn(3, 40, 192, generator=torch.Generator().manual_seed(0)) * 5 + 1
+    rows = CalibrationRows()
+    rows.add(features.bfloat16())
+    calibration = rows.fit(codec)
+    is_first = torch.arange(40) % 25 == 0
+    encoded = encode_states(features.bfloat16(), None, is_first, calibration)
+    expected, _ = decode_states(encoded, calibration)
+    states = coded_states(encoded, calibration, range(3))
+    out = gather_dequant(states, implementation=implementation)
+    assert torch.equal(out, token_major(expected))
 
 
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
