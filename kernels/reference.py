@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dflash_offline.common.codecs import GROUP
 from dflash_offline.kernels.coded_states import (
     CodedStates,
     as_bfloat16,
