@@ -1,9 +1,10 @@
 """linear_ce with its products in FP8: an option, for GPUs with row-wise scaled FP8 products.
 
-Operands are float8_e4m3fn with one fp32 scale per row of x and dZ, per token of the head in the first
-product and per channel of it in the second. The label's part of the gradient is kept out of FP8: its
-logit and its product with the head stay exact, so a row's scale is set by its largest other column.
-Formulas and figures: docs/kernels.md. Letters: N rows, C rows of a chunk, H hidden, V vocabulary.
+Operands are float8_e4m3fn with one fp32 scale per row of x and dZ, per token of the head in the
+first product and per channel of it in the second. The label's part of the gradient is kept out of
+FP8: its logit and its product with the head stay exact, so a row's scale is set by its largest other
+column. Formulas and figures: docs/kernels.md. Letters: N rows, C rows of a chunk, H hidden,
+V vocabulary, V' columns of the FP8 head.
 """
 
 from typing import NamedTuple
@@ -20,19 +21,25 @@ from dflash_offline.kernels.head_rows import (
 )
 from dflash_offline.kernels.linear_ce import ApartLabel, triton_chunk
 from dflash_offline.kernels.linear_ce_torch import torch_chunk
-from dflash_offline.kernels.logit_chunks import chunk_bounds, chunk_buffer, full_precision_sums
+from dflash_offline.kernels.logit_chunks import (
+    COLUMN_MULTIPLE,
+    chunk_bounds,
+    chunk_buffer,
+    full_precision_sums,
+)
 from dflash_offline.kernels.optional_triton import tl, triton, use_triton
 from dflash_offline.kernels.reference_loss import LinearCE, accumulate_dtype
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-# Sizes of an FP8 product must be multiples of this.
-FP8_MULTIPLE = 16
+# Widths of an FP8 product must be multiples of 16; columns of the head are padded to 64, as rows of
+# chunk buffers are, so that operands are contiguous.
+WIDTH_MULTIPLE = 16
 BLOCK_H = 1024
 
 
 class Fp8Head(NamedTuple):
-    """A frozen head [V, H] in FP8, made by `quantize_head`; V' is V rounded up to 16."""
+    """A frozen head [V, H] in FP8, made by `quantize_head`; V' is V rounded up to 64."""
 
     weight: Tensor  # [V, H], as given: for the label's logit and gradient
     by_token: Tensor  # [V', H] float8_e4m3fn
@@ -55,9 +62,9 @@ def quantize_head(weight: Tensor, *, quantize_gradient: bool = True) -> Fp8Head:
     """
     weight = weight.detach()
     vocab_size, hidden = weight.shape
-    if hidden % FP8_MULTIPLE:
+    if hidden % WIDTH_MULTIPLE:
         raise ValueError(f"the head's width is {hidden}; FP8 products need a multiple of 16")
-    columns = -(-vocab_size // FP8_MULTIPLE) * FP8_MULTIPLE
+    columns = -(-vocab_size // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
     by_token = torch.zeros(columns, hidden, dtype=FP8, device=weight.device)
     token_scale = torch.ones(columns, 1, dtype=torch.float32, device=weight.device)
     by_token[:vocab_size], token_scale[:vocab_size] = quantize_rows(weight)
