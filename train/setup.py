@@ -288,7 +288,7 @@ def _length(config: TrainConfig, order: SampleOrder) -> tuple[int | None, int | 
     epochs = config.num_epochs if config.num_epochs is not None else _DEFAULT_EPOCHS
     whole = math.floor(epochs)
     samples = sum(order.epoch_length(epoch) for epoch in range(whole))
-    samples += round((epochs - whole) * order.epoch_length(whole))
+    samples += math.ceil((epochs - whole) * order.epoch_length(whole))
     if samples == 0:
         raise BadInput(f"--num-epochs {epochs} is less than one sample; raise it")
     return math.ceil(samples / size), samples

@@ -1,10 +1,13 @@
 """Small drafters, documents and passes with random states, in any dtype."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from dflash_offline.train.anchors import AnchoredDocument, BlockLayout
+from dflash_offline.train.config import TrainConfig
 from dflash_offline.train.drafter import Drafter
 from dflash_offline.train.drafter_config import DrafterConfig
 from dflash_offline.train.stream import LoadedDocument, StreamOptions
@@ -76,6 +79,32 @@ class Toy:
                 rng.standard_normal((self.config.num_features, length, HIDDEN))
             ).bfloat16(),
         )
+
+
+def run_config(url: str | Path, out: Path, **changes) -> TrainConfig:
+    values = {
+        "cache": (str(url),),
+        "out": out,
+        "draft_layers": 1,
+        "block_size": 4,
+        "mask_token_id": 96,
+        "num_anchors": 6,
+        "samples_per_step": 3,
+        "num_steps": 6,
+        "lr": 1e-3,
+        "device": "cpu",
+        "log_every": 1,
+        "eval_every": 100,
+        "checkpoint_every": 100,
+    }
+    return TrainConfig(**values | changes)
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch):
+    """Options of a run that takes a moment; its report, which takes seconds, is left out."""
+    monkeypatch.setattr("dflash_offline.train.loop.write_report", lambda out: out / "report.html")
+    return run_config
 
 
 @pytest.fixture

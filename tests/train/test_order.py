@@ -1,5 +1,6 @@
 """The order of samples over epochs, stores and resumes."""
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -75,7 +76,7 @@ def test_stores_are_interleaved_evenly():
     order = SampleOrder([store(40), store(10, first=100)], seed=0)
     stores = [draw.store for draw in epoch_of(order, 0)]
     places = [at for at, number in enumerate(stores) if number == 1]
-    gaps = {after - before for before, after in zip(places, places[1:], strict=False)}
+    gaps = {after - before for before, after in itertools.pairwise(places)}
     assert gaps <= {4, 5, 6}
 
 

@@ -1,0 +1,266 @@
+"""Whole runs on a small store: records, resume, signals, mixes, and what is refused."""
+
+import json
+import os
+import shutil
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from dflash_offline.common.errors import BadInput, DamagedStore, Stopped
+from dflash_offline.train.checkpoint import checkpoints
+from dflash_offline.train.cli import main
+from dflash_offline.train.export import load_drafter
+from dflash_offline.train.loop import Run, train
+from dflash_offline.train.report import write_report
+from dflash_offline.train.run_log import RunLog
+
+
+def records(out: Path, kind: str) -> list[dict]:
+    lines = (out / "log.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def losses(out: Path) -> dict[int, float]:
+    return {record["step"]: record["loss"] for record in records(out, "train")}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_drafter(folder).state_dict()
+
+
+def assert_same_drafter(first: Path, second: Path) -> None:
+    ours, theirs = weights(first), weights(second)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_run_leaves_what_it_promises(config, small_store, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    monkeypatch.setattr("dflash_offline.train.loop.write_report", write_report)
+    folder = train(config(small_store[0], out, eval_every=3))
+    assert folder == out / "draft"
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert (out / "report.html").stat().st_size > 10_000
+    assert list((out / "tensorboard").glob("events*"))
+    assert "num_steps: 6" in (out / "config.yaml").read_text()
+    first = json.loads((out / "log.jsonl").read_text().splitlines()[0])
+    assert first["kind"] == "run"
+    assert first["config"]["num_steps"] == 6
+    train_records, evals = records(out, "train"), records(out, "eval")
+    assert [record["step"] for record in train_records] == [1, 2, 3, 4, 5, 6]
+    assert [record["step"] for record in evals] == [3, 6]
+    last = train_records[-1]
+    assert len(last["accepted_by_position"]) == len(evals[-1]["accepted_by_position"]) == 3
+    assert last["acceptance"] == pytest.approx(1 + sum(last["accepted_by_position"]))
+    assert last["lr"] == pytest.approx(0.0)
+    assert set(last["seconds"]) == {"data", "forward", "backward", "optimizer", "eval"}
+    assert set(evals[-1]["by_source"]) == {"test"}
+    assert load_drafter(folder).config.mask_token_id == 96
+
+
+def test_training_lowers_the_loss(config, small_store, tmp_path):
+    out = tmp_path / "run"
+    train(config(small_store[0], out, num_steps=40, lr=3e-3, log_every=10, samples_per_step=5))
+    values = list(losses(out).values())
+    assert values[-1] < 0.8 * values[0]
+
+
+def test_the_same_seed_gives_the_same_run(config, small_store, tmp_path):
+    for name, seed in (("one", 5), ("two", 5), ("three", 6)):
+        train(config(small_store[0], tmp_path / name, seed=seed))
+    assert losses(tmp_path / "one") == losses(tmp_path / "two")
+    assert losses(tmp_path / "one") != losses(tmp_path / "three")
+    assert_same_drafter(tmp_path / "one/draft", tmp_path / "two/draft")
+
+
+@pytest.mark.parametrize("loss", ["decay", "dpace"])
+def test_resume_is_bit_identical(config, small_store, tmp_path, loss):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    train(config(small_store[0], whole, loss=loss, checkpoint_every=2, keep_checkpoints=9))
+    shutil.copytree(whole, cut)
+    # Killed after step 5: the newest checkpoint is that of step 4, the log is ahead of it.
+    shutil.rmtree(cut / "draft")
+    shutil.rmtree(cut / "checkpoints/step-6")
+    train(config(small_store[0], cut, loss=loss, checkpoint_every=2, keep_checkpoints=9))
+    assert losses(cut) == losses(whole)
+    assert [record["step"] for record in records(cut, "train")] == [1, 2, 3, 4, 5, 6]
+    assert_same_drafter(whole / "draft", cut / "draft")
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Signals) -> None:
+    """Send this process a signal when a step's record is written."""
+    original = RunLog.train
+
+    def train_and_signal(self, record, **rest):
+        original(self, record, **rest)
+        if record["step"] == step:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(RunLog, "train", train_and_signal)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
+def test_a_signal_leaves_a_checkpoint_and_exit_code_3(
+    config, small_store, tmp_path, monkeypatch, capsys, number
+):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    train(config(small_store[0], whole))
+    args = [
+        *("--cache", small_store[0], "--out", str(cut), "--draft-layers", "1"),
+        *("--block-size", "4", "--mask-token-id", "96", "--num-anchors", "6"),
+        *("--samples-per-step", "3", "--num-steps", "6", "--lr", "1e-3", "--device", "cpu"),
+        *("--log-every", "1"),
+    ]
+    with monkeypatch.context() as patch:
+        stop_after(patch, 4, number)
+        with pytest.raises(SystemExit) as end:
+            main(args)
+    assert end.value.code == 3
+    assert "stopped after step 4" in capsys.readouterr().err.splitlines()[-1]
+    assert [path.name for path in checkpoints(cut)] == ["step-4"]
+    assert not (cut / "draft").exists()
+    with pytest.raises(SystemExit) as end:
+        main(args)
+    assert end.value.code == 0
+    assert losses(cut) == losses(whole)
+    assert_same_drafter(whole / "draft", cut / "draft")
+
+
+def test_passes_change_nothing_but_rounding(config, small_store, tmp_path):
+    train(config(small_store[0], tmp_path / "one"))
+    train(config(small_store[0], tmp_path / "many", rows_per_pass=16))
+    one, many = losses(tmp_path / "one"), losses(tmp_path / "many")
+    assert list(one.values()) == pytest.approx(list(many.values()), rel=1e-4)
+
+
+def test_epochs_and_the_last_short_step(config, small_store, tmp_path):
+    out = tmp_path / "run"
+    train(config(small_store[0], out, num_steps=None, num_epochs=1.5))
+    # Five samples an epoch, three a step: 3 + 3 + 2 samples.
+    assert sorted(losses(out)) == [1, 2, 3]
+    state = json.loads((checkpoints(out)[-1] / "state.json").read_text())
+    assert state["stream"] == {"epoch": 1, "position": 3}
+    assert state["is_finished"] is True
+
+
+def test_minutes_bound_a_run(config, small_store, tmp_path):
+    out = tmp_path / "run"
+    limit = {"num_steps": None, "max_minutes": 0.01, "schedule_over": "minutes"}
+    train(config(small_store[0], out, **limit))
+    rates = [record["lr"] for record in records(out, "train")]
+    assert len(rates) > 3
+    assert max(rates) > 5e-4
+    assert rates[-1] < 2e-4
+    assert (out / "draft/model.safetensors").exists()
+
+
+def test_a_finished_run_is_not_overwritten(config, small_store, tmp_path):
+    out = tmp_path / "run"
+    train(config(small_store[0], out, num_steps=2))
+    with pytest.raises(BadInput, match="finished run"):
+        train(config(small_store[0], out, num_steps=4))
+    train(config(small_store[0], out, num_steps=4, resume=True))
+    assert sorted(losses(out)) == [1, 2, 3, 4]
+
+
+def test_other_options_are_refused_when_a_run_goes_on(config, small_store, tmp_path):
+    out = tmp_path / "run"
+    train(config(small_store[0], out, num_steps=2))
+    for change in ({"lr": 2e-3}, {"num_anchors": 7}, {"block_size": 5}, {"draft_layers": 2}):
+        (name,) = change
+        with pytest.raises(BadInput, match=f"--{name.replace('_', '-')}: {change[name]} given"):
+            train(config(small_store[0], out, num_steps=4, resume=True, **change))
+
+
+def test_checkpoints_rotate(config, small_store, tmp_path):
+    out = tmp_path / "run"
+    train(config(small_store[0], out, checkpoint_every=1, keep_checkpoints=2))
+    assert [path.name for path in checkpoints(out)] == ["step-5", "step-6"]
+
+
+def test_a_mix_of_stores(config, corpus_maker, tmp_path):
+    urls = []
+    for number, weight in ((0, 1.0), (1, 2.0)):
+        corpus = corpus_maker(seed=number, source=f"s{number}")
+        corpus.identity = corpus_maker().identity
+        with corpus.open(tmp_path / f"store{number}") as store:
+            corpus.commit(store)
+        urls.append((str(tmp_path / f"store{number}"), weight))
+    out = tmp_path / "run"
+    train(
+        config(
+            "",
+            out,
+            cache=tuple(url for url, _ in urls),
+            weight=tuple(weight for _, weight in urls),
+            num_steps=None,
+            num_epochs=1,
+        )
+    )
+    assert sorted(losses(out)) == [1, 2, 3, 4, 5]  # 5 + 10 samples
+    assert set(records(out, "eval")[-1]["by_source"]) == {"s0", "s1"}
+
+
+def test_init_from_an_exported_drafter(config, small_store, tmp_path):
+    train(config(small_store[0], tmp_path / "first", export_dtype="float32"))
+    start = tmp_path / "first/draft"
+    options = {"draft_layers": None, "block_size": None, "mask_token_id": None}
+    train(
+        config(
+            small_store[0], tmp_path / "second", init_from=start, num_steps=1, lr=1e-9, **options
+        )
+    )
+    before, after = weights(start), weights(tmp_path / "second/draft")
+    for name in before:
+        torch.testing.assert_close(after[name], before[name], rtol=1e-5, atol=1e-7)
+    assert load_drafter(tmp_path / "second/draft").config == load_drafter(start).config
+
+
+def test_labels_of_the_teacher(config, corpus_maker, tmp_path):
+    corpus = corpus_maker(teacher="final")
+    with corpus.open(tmp_path / "store") as store:
+        corpus.commit(store)
+    for labels in ("data", "teacher"):
+        train(config(tmp_path / "store", tmp_path / labels, labels=labels, num_steps=2))
+    assert losses(tmp_path / "data") != losses(tmp_path / "teacher")
+
+
+def test_skipped_samples_are_counted_and_nothing_is_nan(config, corpus_maker, tmp_path):
+    corpus = corpus_maker()
+    for index in (0, 1, 2):
+        corpus.masks[index][:] = 0
+    with corpus.open(tmp_path / "store") as store:
+        corpus.commit(store)
+    out = tmp_path / "run"
+    train(config(tmp_path / "store", out, num_steps=4))
+    last = records(out, "train")[-1]
+    # Steps take 3 samples of 5; the first epoch begins with the three that have no anchor.
+    assert last["skipped_samples"] >= 6
+    assert last["skipped_steps"] >= 1
+    drafter = weights(out / "draft")
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in drafter.values())
+
+
+def test_a_damaged_pack_stops_the_run(config, small_store, tmp_path):
+    (shard,) = Path(small_store[0]).glob("features/c/0/0/0/0")
+    raw = bytearray(shard.read_bytes())
+    raw[1000] ^= 1
+    shard.write_bytes(raw)
+    with pytest.raises(DamagedStore, match="pack 0"):
+        train(config(small_store[0], tmp_path / "run"))
+    assert not any(thread.name == "stream" for thread in threading.enumerate())
+
+
+def test_a_stop_asked_before_the_end_is_kept(config, small_store, tmp_path, monkeypatch):
+    from dflash_offline.train.distributed import World
+    from dflash_offline.train.setup import prepare
+
+    run = Run(prepare(config(small_store[0], tmp_path / "run"), World()))
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(Stopped, match="after step 1"):
+        run.to_the_end(stop)
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-1"]

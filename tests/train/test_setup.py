@@ -1,0 +1,111 @@
+"""What a run refuses before anything is written, and what it warns of."""
+
+import pytest
+import torch
+
+from dflash_offline.common.errors import BadInput, MissingStore
+from dflash_offline.train.cli import main
+from dflash_offline.train.drafter import Drafter
+from dflash_offline.train.export import save_drafter
+from dflash_offline.train.loop import train
+
+
+def test_an_unfinished_store_asks_for_partial(config, corpus_maker, tmp_path):
+    corpus = corpus_maker()
+    with corpus.open(tmp_path / "store") as store:
+        corpus.commit(store, [0])
+    with pytest.raises(BadInput, match="--partial"):
+        train(config(tmp_path / "store", tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+    train(config(tmp_path / "store", tmp_path / "run", partial=True, num_steps=1))
+    # The held-out pack is not there yet, so nothing is evaluated.
+    assert '"kind": "eval"' not in (tmp_path / "run/log.jsonl").read_text()
+
+
+def test_one_warning_when_blocks_are_longer_than_documents(config, corpus_maker, tmp_path):
+    corpus = corpus_maker(lengths=(12, 14, 11, 13), prompt_tokens=3)
+    with corpus.open(tmp_path / "store") as store:
+        corpus.commit(store)
+    with pytest.warns(UserWarning, match=r"longest has 14 tokens\): \d+% of the labels") as caught:
+        train(config(tmp_path / "store", tmp_path / "run", block_size=16, num_steps=1))
+    assert len(caught) == 1
+
+
+REFUSED = {
+    "block-size": (["--block-size", "1"], "--block-size"),
+    "not-a-store": (["--cache", "{tmp}/nothing"], "nothing"),
+    "mask": (["--mask-token-id", "97"], "--mask-token-id 97 is no row"),
+    "layer": (["--layers", "2"], "--layers 2"),
+    "weights": (["--weight", "1", "--weight", "2"], "--weight: 2 given for 1"),
+    "both-lengths": (["--num-epochs", "1"], "--num-steps and --num-epochs"),
+    "minutes": (["--schedule-over", "minutes"], "--max-minutes"),
+    "teacher": (["--labels", "teacher"], "--teacher final"),
+    "where": (["--where", "length > 5000"], "--where"),
+    "no-cuda": (["--device", "cuda"], "no CUDA device"),
+    "init": (["--init-from", "{tmp}/nothing"], "no config.json"),
+}
+
+
+@pytest.mark.parametrize(("extra", "words"), REFUSED.values(), ids=REFUSED)
+def test_bad_input_is_one_line_and_writes_nothing(small_store, tmp_path, capsys, extra, words):
+    if "cuda" in extra and torch.cuda.is_available():
+        pytest.skip("needs a machine without CUDA")
+    out = tmp_path / "run"
+    args = {
+        "--cache": small_store[0],
+        "--out": str(out),
+        "--draft-layers": "1",
+        "--block-size": "4",
+        "--mask-token-id": "96",
+        "--num-steps": "2",
+    }
+    given = [each.format(tmp=tmp_path) for each in extra]
+    for name in given[::2]:
+        args.pop(name, None)
+    with pytest.raises(SystemExit) as end:
+        main([*(part for pair in args.items() for part in pair), *given])
+    assert end.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert words in lines[0]
+    assert not out.exists()
+
+
+def test_a_drafter_of_another_width_is_refused(config, small_store, tmp_path, config_maker):
+    options = {"draft_layers": None, "block_size": None, "mask_token_id": None, "num_steps": 1}
+    cases = {
+        "hidden_size": config_maker(vocab_size=97),
+        "vocab_size": config_maker(hidden_size=64),
+        "num_target_layers": config_maker(hidden_size=64, vocab_size=97, num_target_layers=9),
+        "layer 2": config_maker(hidden_size=64, vocab_size=97, target_layer_ids=(1, 2)),
+    }
+    for words, shape in cases.items():
+        folder = tmp_path / words.replace(" ", "")
+        save_drafter(Drafter(shape).initialise(0), folder)
+        with pytest.raises(BadInput, match=words):
+            train(config(small_store[0], tmp_path / "run", init_from=folder, **options))
+    assert not (tmp_path / "run").exists()
+
+
+def test_stores_of_different_targets_are_not_mixed(config, corpus_maker, small_store, tmp_path):
+    corpus = corpus_maker(seed=1)
+    corpus.identity.target["weights"] = "1" * 8
+    with corpus.open(tmp_path / "other") as store:
+        corpus.commit(store)
+    with pytest.raises(BadInput, match="weights"):
+        train(config("", tmp_path / "run", cache=(small_store[0], str(tmp_path / "other"))))
+
+
+def test_no_supervision_at_all(config, corpus_maker, tmp_path):
+    corpus = corpus_maker()
+    for mask in corpus.masks:
+        mask[:] = 0
+    with corpus.open(tmp_path / "store") as store:
+        corpus.commit(store)
+    with pytest.raises(BadInput, match="two supervised tokens"):
+        train(config(tmp_path / "store", tmp_path / "run"))
+
+
+def test_missing_store_is_named(config, tmp_path):
+    with pytest.raises(MissingStore, match="nowhere"):
+        train(config(tmp_path / "nowhere", tmp_path / "run"))
