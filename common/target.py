@@ -6,6 +6,7 @@ Letters: T tokens, K captured layers, H hidden, V vocabulary, N decoder layers.
 """
 
 import functools
+import inspect
 import io
 import sys
 from collections.abc import Iterator
@@ -152,6 +153,12 @@ class Target:
             return self.causal(input_ids=input_ids.to(self.device), use_cache=False).logits
         finally:
             head.to(waits_at)
+
+    def cache_argument(self) -> str:
+        """Return the name of the argument of `base` and `causal` that takes a cache."""
+        # transformers 5.24 renamed `past_key_values` to `cache`; both are in use.
+        known = inspect.signature(self.causal.forward).parameters
+        return "cache" if "cache" in known else "past_key_values"
 
     def weight_digest(self) -> str:
         """Return a digest of names, shapes, sizes and a fixed sample of bytes of the weights."""

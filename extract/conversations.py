@@ -119,17 +119,6 @@ def plain_text(message: Message) -> str:
     return content
 
 
-def prompt_messages(content: Content) -> tuple[Message, ...] | None:
-    """Return the messages up to the last one of the user, for an answer to be written.
-
-    None where the row holds no conversation.
-    """
-    if not isinstance(content, Conversation):
-        return None
-    users = [i for i, m in enumerate(content.messages) if m["role"] == "user"]
-    return content.messages[: users[-1] + 1] if users else None
-
-
 def _conversation(row: Row, field: str, *, role: str, content: str) -> Conversation:
     messages = []
     for i, given in enumerate(_list_of(row, field)):

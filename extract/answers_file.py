@@ -1,0 +1,85 @@
+"""The file of answers: rows are appended as they are finished, and a second run goes on."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dflash_offline.common.errors import BadInput, Stopped
+
+
+class AnswersFile:
+    """An append-only JSONL file whose rows know how they were made.
+
+    Use as a context manager.
+
+    Args:
+        path: made when it does not exist.
+        target: name of the target, in every row.
+        settings: what decides an answer; must be that of the rows already there.
+
+    Raises:
+        BadInput: the file holds something else, or rows of other settings.
+    """
+
+    def __init__(self, path: Path, *, target: str, settings: Mapping[str, Any]) -> None:
+        self.path = path
+        self._target = target
+        self._settings = dict(settings)
+        self.done: set[str] = set()
+        self._whole_bytes = self._read() if path.exists() else 0
+
+    def __enter__(self) -> "AnswersFile":
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("ab")
+        # A row that a crash cut short is written again.
+        self._file.truncate(self._whole_bytes)
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._file.close()
+
+    def append(self, key: str, row: Mapping[str, Any]) -> None:
+        """Write one finished row.
+
+        Raises:
+            Stopped: the disk is full.
+        """
+        whole = {**row, "key": key, "target": self._target, "settings": self._settings}
+        try:
+            self._file.write(json.dumps(whole, ensure_ascii=False).encode() + b"\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as problem:
+            raise Stopped(
+                f"--out {self.path} cannot be written ({problem}); finished rows are safe, run the "
+                "same command to go on"
+            ) from problem
+        self.done.add(key)
+
+    def _read(self) -> int:
+        """Check and count the rows that are there; return the bytes of whole ones."""
+        content = self.path.read_bytes()
+        whole_bytes = content.rfind(b"\n") + 1
+        for number, line in enumerate(content[:whole_bytes].splitlines(), start=1):
+            try:
+                row = json.loads(line)
+                self.done.add(row["key"])
+                settings = {"target": row["target"], **row["settings"]}
+            except (ValueError, KeyError, TypeError) as problem:
+                raise BadInput(
+                    f"--out {self.path} line {number} is not an answer of this command; give a "
+                    "new file"
+                ) from problem
+            self._compare(settings)
+        return whole_bytes
+
+    def _compare(self, found: Mapping[str, Any]) -> None:
+        given = {"target": self._target, **self._settings}
+        for name in sorted(given.keys() | found.keys()):
+            if given.get(name) != found.get(name):
+                raise BadInput(
+                    f"{name} is {given.get(name)!r} but --out {self.path} was written with "
+                    f"{found.get(name)!r}; use the same option, or a new file"
+                )

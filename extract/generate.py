@@ -1,0 +1,67 @@
+"""The target's own answers to prompts, by the target in this process or by a chat server.
+
+A conversation of several questions is answered turn by turn. What an answer depends on stands in
+every row, and a second run goes on only under the same settings.
+"""
+
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from dflash_offline.common.chat import ChatOptions
+from dflash_offline.common.options import print_config
+from dflash_offline.common.progress import ProgressLine
+from dflash_offline.extract.answers_file import AnswersFile
+from dflash_offline.extract.generate_config import GenerateConfig
+from dflash_offline.extract.jobs import Job, read_jobs
+from dflash_offline.extract.local_answers import LocalAnswers
+from dflash_offline.extract.server_answers import ServerAnswers
+
+FIELDS = ("answers", "tokens", "tok/s", "cut")
+
+
+def generate(config: GenerateConfig) -> None:
+    """Run `dflash-generate`.
+
+    Raises:
+        BadInput: anything the user gave that cannot be used.
+        Stopped: a signal, a full disk or a server that fails; finished rows are safe.
+    """
+    print_config(config, out=str(config.out), title="dflash-generate")
+    options = ChatOptions.from_options(
+        config.chat_template, config.chat_template_arg, config.system_prompt
+    )
+    jobs = read_jobs(config.data, config.num_samples, config.num_answers)
+    kind = ServerAnswers if config.endpoint else LocalAnswers
+    source = kind(config, options)
+    settings = {
+        "max_new_tokens": config.max_new_tokens,
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        "seed": config.seed,
+        **source.identity,
+    }
+    answers = AnswersFile(config.out, target=config.target, settings=settings)
+    todo = [job for job in jobs if job.key not in answers.done]
+    if todo:
+        _write(source, todo, answers, total=len(jobs))
+    Console(stderr=True, highlight=False).print(
+        f"{len(jobs)} answers in {config.out}, {len(jobs) - len(todo)} of them from before"
+    )
+
+
+def _write(
+    source: LocalAnswers | ServerAnswers, todo: Sequence[Job], answers: AnswersFile, *, total: int
+) -> None:
+    began, tokens, num_cut = time.monotonic(), 0, 0
+    done = total - len(todo)
+    with answers, ProgressLine(total, FIELDS, done=done) as progress:
+        for job in source.answer(todo):
+            answers.append(job.key, job.row())
+            done += 1
+            tokens += job.num_tokens
+            num_cut += job.finish_reason == "length"
+            speed = tokens / (time.monotonic() - began)
+            shown = (f"{done}/{total}", f"{tokens:,}", f"{speed:,.0f}", str(num_cut))
+            progress.update(done, dict(zip(FIELDS, shown, strict=True)))

@@ -1,0 +1,131 @@
+"""Conversations to be written by the target: questions in, answers added turn by turn."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Any
+
+from dflash_offline.common.errors import BadInput
+from dflash_offline.extract.conversations import Conversation, Message, parse_row
+from dflash_offline.extract.rows import Row, read_rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What the target wrote; `finish_reason` is `stop` or `length`."""
+
+    text: str
+    finish_reason: str
+    num_tokens: int
+    reasoning: str = ""
+
+
+@dataclass(kw_only=True)
+class Job:
+    """One conversation to be written.
+
+    Attributes:
+        key: digest of the prompt, and number of the answer.
+        opening: system messages before the first question.
+        questions: the user's turns.
+        messages: what has been said so far.
+        finish_reason: of the last answer; None while turns are left.
+    """
+
+    key: str
+    id: str
+    source: str
+    licence: str
+    opening: tuple[Message, ...]
+    questions: tuple[Message, ...]
+    messages: list[Message] = field(default_factory=list)
+    num_answered: int = 0
+    num_tokens: int = 0
+    finish_reason: str | None = None
+
+    def ask(self) -> list[Message]:
+        """Return the messages whose answer comes next."""
+        return [*self.opening, *self.messages, self.questions[self.num_answered]]
+
+    def take(self, answer: Answer) -> None:
+        """Add an answer; a cut one ends the conversation, for nothing can follow it."""
+        said = {"role": "assistant", "content": answer.text}
+        if answer.reasoning:
+            said["reasoning_content"] = answer.reasoning
+        self.messages += [self.questions[self.num_answered], said]
+        self.num_answered += 1
+        self.num_tokens += answer.num_tokens
+        if answer.finish_reason != "stop" or self.num_answered == len(self.questions):
+            self.finish_reason = answer.finish_reason
+
+    def seed(self, seed: int) -> int:
+        """Return the seed of the next answer: its own, whatever is decoded beside it."""
+        text = f"{seed} {self.key} {self.num_answered}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+    def row(self) -> dict[str, Any]:
+        """Return the finished row, as dflash-extract reads it."""
+        licence = {"licence": self.licence} if self.licence else {}
+        return {
+            "id": self.id,
+            "source": self.source,
+            **licence,
+            "messages": [*self.opening, *self.messages],
+            "finish_reason": self.finish_reason,
+        }
+
+
+def read_jobs(specs: Sequence[str], num_prompts: int | None, num_answers: int) -> list[Job]:
+    """Return the conversations to be written, in the order of the data.
+
+    Args:
+        specs: `--data` values.
+        num_prompts: rows to use; all when None.
+        num_answers: conversations to write for each.
+
+    Raises:
+        BadInput: a row that holds no question, or no rows at all.
+    """
+    rows = chain.from_iterable(map(read_rows, specs))
+    seen: Counter[str] = Counter()
+    jobs = []
+    for row in islice(rows, num_prompts):
+        opening, questions = _questions(row)
+        digest = hashlib.sha256(json.dumps([*opening, *questions]).encode()).hexdigest()[:16]
+        seen[digest] += 1
+        repeat = f"x{seen[digest]}" if seen[digest] > 1 else ""
+        given = row.values.get("id")
+        name = f"{row.source}:{row.number}" if given is None else str(given)
+        for number in range(num_answers):
+            jobs.append(
+                Job(
+                    key=f"{digest}{repeat}-{number}",
+                    id=f"{name}#{number}" if num_answers > 1 else name,
+                    source=str(row.values.get("source") or row.source),
+                    licence=str(row.values.get("licence") or row.values.get("license") or ""),
+                    opening=opening,
+                    questions=questions,
+                )
+            )
+    if not jobs:
+        raise BadInput("--data holds no rows; give a file with at least one prompt")
+    return jobs
+
+
+def _questions(row: Row) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+    content = parse_row(row)
+    if not isinstance(content, Conversation):
+        raise BadInput(
+            f"--data {row.address} is no conversation; to be answered a row needs messages, "
+            "conversations, turns or a prompt"
+        )
+    if any(message["role"] == "tool" for message in content.messages):
+        raise BadInput(f"--data {row.address} has results of tools, which cannot be written anew")
+    questions = tuple(m for m in content.messages if m["role"] == "user")
+    if not questions:
+        raise BadInput(f"--data {row.address} has no turn of the user to answer")
+    opening = tuple(m for m in content.messages if m["role"] in ("system", "developer"))
+    return opening, questions

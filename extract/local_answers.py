@@ -1,0 +1,101 @@
+"""Answers by the target in this process, a batch of conversations at a time."""
+
+from collections.abc import Iterator, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from dflash_offline.common.chat import (
+    ChatOptions,
+    chat_identity,
+    render_prompt,
+    stop_token_ids,
+)
+from dflash_offline.common.errors import BadInput
+from dflash_offline.common.target import Target, load_config, load_target, load_tokenizer
+from dflash_offline.extract.batch_decode import Sampling, decode_batch
+from dflash_offline.extract.generate_config import GenerateConfig
+from dflash_offline.extract.jobs import Answer, Job
+from dflash_offline.extract.settings import default_device, resolve_dtype
+
+
+class LocalAnswers:
+    """The target's tokenizer at once, the target itself when answers are wanted.
+
+    Raises:
+        BadInput: no such target, or one without a chat template.
+    """
+
+    def __init__(self, config: GenerateConfig, options: ChatOptions) -> None:
+        self._config = config
+        self._options = options
+        remote = config.trust_remote_code
+        text_config = load_config(config.target, config.target_revision, trust_remote_code=remote)
+        self._tokenizer: PreTrainedTokenizerBase = load_tokenizer(
+            config.target, config.target_revision, trust_remote_code=remote
+        )
+        # Models without position limit have no such key.
+        self._context = getattr(text_config, "max_position_embeddings", None)
+        self.identity = chat_identity(self._tokenizer, options)
+
+    def answer(self, jobs: Sequence[Job]) -> Iterator[Job]:
+        """Yield the jobs as they are finished, in order, batch by batch.
+
+        Raises:
+            BadInput: a prompt and its answer exceed the target's context.
+        """
+        config = self._config
+        device = default_device()
+        target = load_target(
+            config.target,
+            dtype=resolve_dtype(config.dtype, device),
+            device=device,
+            revision=config.target_revision,
+            head=True,
+            trust_remote_code=config.trust_remote_code,
+        )
+        for chunk in self._chunks(jobs):
+            while waiting := [job for job in chunk if job.finish_reason is None]:
+                for batch in self._chunks(waiting):
+                    self._answer_once(target, batch)
+            yield from chunk
+
+    def _chunks(self, jobs: Sequence[Job]) -> Iterator[list[Job]]:
+        """Yield runs of jobs whose next prompts fit a batch."""
+        chunk: list[Job] = []
+        width = 0
+        for job in jobs:
+            needed = len(self._prompt(job)) + self._config.max_new_tokens
+            if chunk and max(width, needed) * (len(chunk) + 1) > self._config.batch_tokens:
+                yield chunk
+                chunk, width = [], 0
+            chunk.append(job)
+            width = max(width, needed)
+        yield chunk
+
+    def _prompt(self, job: Job) -> list[int]:
+        prompt = render_prompt(self._tokenizer, job.ask(), self._options)
+        needed = len(prompt) + self._config.max_new_tokens
+        if self._context is not None and needed > self._context:
+            raise BadInput(
+                f"--max-new-tokens {self._config.max_new_tokens} after the {len(prompt)} tokens of "
+                f"prompt {job.id} is above the target's context of {self._context}; lower it, or "
+                "leave the prompt out"
+            )
+        return prompt
+
+    def _answer_once(self, target: Target, jobs: Sequence[Job]) -> None:
+        decoded = decode_batch(
+            target,
+            [self._prompt(job) for job in jobs],
+            [job.seed(self._config.seed) for job in jobs],
+            stop_ids=stop_token_ids(self._tokenizer, target.generation_config),
+            sampling=Sampling(
+                max_new_tokens=self._config.max_new_tokens,
+                temperature=self._config.temperature,
+                top_p=self._config.top_p,
+            ),
+        )
+        for job, each in zip(jobs, decoded, strict=True):
+            text = self._tokenizer.decode(each.tokens, skip_special_tokens=True)
+            reason = "length" if each.is_cut else "stop"
+            job.take(Answer(text=text, finish_reason=reason, num_tokens=len(each.tokens)))
