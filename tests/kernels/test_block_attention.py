@@ -259,8 +259,8 @@ def test_bad_shapes():
         block_attention(*doubles, tables, implementation="triton")
 
 
-# Head dimension, rows of a slot, block, window, in-block causality. 3, 5, 6 and 7 rows and blocks of
-# 7 and 10 do not fill a tile; 16 x 64 rows take several.
+# Head dimension, rows of a slot, block, window, in-block causality. 3, 5, 6 and 7 rows and blocks
+# of 7 and 10 do not fill a tile; 16 x 64 rows take several.
 GPU_SHAPES = [
     (128, 4, 16, None, False),
     (128, 4, 16, 100, True),
