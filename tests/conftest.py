@@ -1,4 +1,4 @@
-"""Fixtures that several packages' tests share: a small store with random states."""
+"""Fixtures that several packages' tests share: a small store with random states, a tiny target."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,10 @@ TARGET_CONFIG = b"""{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"
  "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4,
  "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97, "rms_norm_eps": 1e-6,
  "rope_theta": 10000.0, "max_position_embeddings": 4096, "tie_word_embeddings": true}"""
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 @dataclass
@@ -154,3 +158,43 @@ def small_store(tmp_path: Path) -> tuple[str, Corpus]:
     with corpus.open(tmp_path / "store") as store:
         corpus.commit(store)
     return str(tmp_path / "store"), corpus
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved Qwen3 model of 8 layers with random weights, byte tokens and a ChatML template."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny-target")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        eos_token="<|im_end|>",
+        pad_token="<|pad|>",
+        mask_token="<|mask|>",
+        additional_special_tokens=["<|im_start|>"],
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
