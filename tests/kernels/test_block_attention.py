@@ -295,7 +295,7 @@ def gpu_case(dim, ratio, block, window, causal, *, dtype=torch.bfloat16, num_anc
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", GPU_SHAPES, ids=str)
+@pytest.mark.parametrize("shape", GPU_SHAPES, ids=lambda shape: "-".join(map(str, shape)))
 def test_kernels_in_bfloat16(shape):
     inputs, tables, options = gpu_case(*shape)
     exact = [x.detach().double().requires_grad_() for x in inputs]
