@@ -161,7 +161,7 @@ class S3Blobs(ObjectBlobs):
             upload.complete()
         except (FileExistsError, FileNotFoundError):
             # After a lost answer the object is there and the upload gone by our own doing.
-            if not self._has_content(key, upload.size, upload.crc):
+            if not self._has_content(key, upload.size, upload.digest):
                 self._give_up(upload.abort)
                 raise
         except BaseException:

@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
+from zlib import crc32
 
 from crc32c import crc32c
 
@@ -36,7 +37,7 @@ class MultipartUpload:
     part_bytes: int
     has_checksums: bool
     size: int = 0
-    crc: int = 0  # CRC-32C of what was sent, to recognise it
+    digest: int = 0  # zlib's CRC-32 of what was sent, to recognise it
     _target: dict[str, str] = field(default_factory=dict)
     _parts: list[dict[str, Any]] = field(default_factory=list)
 
@@ -49,7 +50,7 @@ class MultipartUpload:
         in_flight: deque[Future[dict[str, Any]]] = deque()
         with ThreadPoolExecutor(_PARTS_IN_FLIGHT) as pool:
             for number, body in enumerate(_regrouped(views, self.part_bytes), 1):
-                self.size, self.crc = self.size + len(body), crc32c(body, self.crc)
+                self.size, self.digest = self.size + len(body), crc32(body, self.digest)
                 if len(in_flight) >= _PARTS_IN_FLIGHT:
                     self._parts.append(in_flight.popleft().result())
                 in_flight.append(pool.submit(self._send_part, number, body))

@@ -132,6 +132,15 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 
 @pytest.fixture
+def own_s3_server(tmp_path: Path) -> Iterator[S3Server]:
+    """SeaweedFS that a test may kill and start again."""
+    server = seaweedfs(tmp_path / "seaweedfs")
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
 def unconditional_server(tmp_path: Path) -> Iterator[S3Server]:
     """`rclone serve s3`, which ignores If-None-Match."""
     (port,) = free_ports(1)

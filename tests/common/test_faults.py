@@ -1,0 +1,270 @@
+"""Storage that fails: transient faults are ridden out, permanent ones end in one line in time."""
+
+import os
+import re
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dflash_offline.common import object_blobs
+from dflash_offline.common.blobs import blobs_at
+from dflash_offline.common.cache import open_cache
+from dflash_offline.common.errors import DamagedStore, Stopped
+from dflash_offline.common.lease import Lease
+from dflash_offline.common.object_blobs import ObjectBlobs
+from dflash_offline.common.s3_blobs import S3Blobs
+from dflash_offline.common.shards import checksum
+from dflash_offline.common.store import COMMIT, FEATURES
+
+CLIENTS = ["s3fs", "obstore"]
+
+
+@pytest.fixture(params=CLIENTS)
+def client(request) -> str:
+    if request.param == "obstore":
+        pytest.importorskip("obstore")
+    return f"client={request.param}"
+
+
+@pytest.fixture
+def short_timeouts(monkeypatch):
+    """A request that hangs is given up after half a second instead of six."""
+    monkeypatch.setattr("dflash_offline.common.s3_blobs.TIMEOUT_S", 0.5)
+
+
+@pytest.fixture
+def blobs(fault_proxy, s3_url, client, short_timeouts) -> S3Blobs:
+    return blobs_at(s3_url, (*fault_proxy.options, client))
+
+
+def assert_equal_content(url: str, corpus, options: tuple[str, ...]) -> None:
+    cache = open_cache(url, storage_options=options)
+    documents = cache.read_many(cache.samples)
+    assert [d.index for d in documents] == list(range(len(corpus.tokens)))
+    for document in documents:
+        i = document.index
+        np.testing.assert_array_equal(document.tokens, corpus.tokens[i])
+        np.testing.assert_array_equal(document.features, corpus.features[i])
+
+
+@pytest.mark.parametrize("kind", ["500", "503", "cut", "hang"])
+@pytest.mark.parametrize("method", ["PUT", "GET", "HEAD"])
+def test_transient_faults(blobs, fault_proxy, kind, method):
+    fault_proxy.fail(kind, method, times=2)
+    blobs.create("k", [b"content" * 1000])
+    assert blobs.size("k") == 7000
+    assert blobs.read("k") == b"content" * 1000
+    assert blobs.read_range("k", -7, 7) == b"content"
+    assert fault_proxy.counts[f"{method} {kind}"] == 2
+
+
+def test_lost_answer_is_not_taken_for_a_rival(blobs, fault_proxy):
+    fault_proxy.fail("lost", "PUT")
+    blobs.create("k", [b"content"])
+    assert blobs.read("k") == b"content"
+    fault_proxy.fail("lost", "PUT")
+    blobs.replace("k", b"newer", expected=b"content")
+    assert blobs.read("k") == b"newer"
+    # A rival's object is one, also where both end in their own checksum, as inner chunks do: the
+    # CRC-32C of the whole is then the same.
+    ours, theirs = (body + checksum(body).to_bytes(4, "little") for body in (b"ours..", b"theirs"))
+    assert checksum(ours) == checksum(theirs)
+    blobs.create("rival", [theirs])
+    fault_proxy.fail("500", "PUT")
+    with pytest.raises(FileExistsError):
+        blobs.create("rival", [ours])
+    assert blobs.read("rival") == theirs
+
+
+def test_lost_answers_in_a_multipart_upload(blobs, fault_proxy):
+    blobs.single_put_bytes, blobs.part_bytes = 1 << 20, 5 << 20
+    content = os.urandom(6 << 20)
+    for kind, method in [("500", "PUT"), ("lost", "PUT"), ("503", "POST")]:
+        fault_proxy.fail(kind, method, match="uploadId")
+    fault_proxy.fail("lost", "POST", match="uploadId")
+    blobs.create("big", [content])
+    assert blobs.read("big") == content
+    assert fault_proxy.counts["POST lost"] == 1
+    assert blobs.drop_stale_uploads(0) == []
+
+
+def test_wrong_bytes_are_asked_for_again(fault_proxy, s3_url, client, corpus_maker):
+    options = (*fault_proxy.options, client)
+    corpus = corpus_maker(teacher="final", codec="lossless")
+    fault_proxy.fail("garble", "PUT", times=3, match="features")
+    with corpus.open(s3_url, storage_options=options) as store:
+        corpus.commit(store)
+    for match in (FEATURES, "tokens", "manifest", "index-0", "zarr.json", "samples"):
+        fault_proxy.fail("garble", "GET", match=match)
+    assert_equal_content(s3_url, corpus, options)
+    assert fault_proxy.counts["GET garble"] >= 5
+    fault_proxy.fail("garble", "GET", times=np.inf, match=FEATURES)
+    cache = open_cache(s3_url, storage_options=options)
+    with pytest.raises(DamagedStore, match="pack 0, array features .*checksum"):
+        cache.read(0)
+
+
+@pytest.mark.parametrize("kind", ["503", "hang"])
+@pytest.mark.parametrize("method", ["PUT", "GET"])
+def test_permanent_faults_end_in_one_line(blobs, fault_proxy, kind, method, monkeypatch):
+    monkeypatch.setattr(object_blobs, "PATIENCE_S", 1.0)
+    fault_proxy.fail(kind, method, times=np.inf)
+    with pytest.raises(Stopped, match="storage unreachable: (writ|read)ing k under") as caught:
+        blobs.create("k", [b"content"]) if method == "PUT" else blobs.read("k")
+    assert "\n" not in str(caught.value)
+    assert "run the same command again" in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["503", "hang", "cut"])
+def test_permanent_faults_end_in_time(fault_proxy, s3_url, client, kind):
+    """With the time limits as they are: no library below retries behind our back."""
+    blobs = blobs_at(s3_url, (*fault_proxy.options, client))
+    fault_proxy.fail(kind, "PUT", times=np.inf)
+    begin = time.monotonic()
+    with pytest.raises(Stopped, match="storage unreachable"):
+        blobs.create("k", [b"content"])
+    assert time.monotonic() - begin < 30
+    assert fault_proxy.counts["PUT"] < 12
+
+
+def test_nothing_listens(s3_url, client, monkeypatch):
+    monkeypatch.setattr(object_blobs, "PATIENCE_S", 0.5)
+    options = ("endpoint_url=http://127.0.0.1:9", "key=a", "secret=b", client)
+    with pytest.raises(Stopped, match="storage unreachable"):
+        open_cache(s3_url, storage_options=options)
+
+
+@pytest.mark.slow
+def test_server_killed_in_the_middle_of_a_write(own_s3_server, corpus_maker, client):
+    server = own_s3_server
+    corpus = corpus_maker(lengths=tuple([100] * 30), hidden=256, num_held_out=0)
+    url, options = "s3://bucket/store", (*server.options, client)
+    with corpus.open(url, storage_options=options) as store:
+        writer = threading.Thread(target=corpus.commit, args=(store,))
+        writer.start()
+        time.sleep(0.3)
+        server.stop()
+        time.sleep(1)
+        server.start()
+        writer.join()
+    assert_equal_content(url, corpus, options)
+
+
+class NoLease(Lease):
+    """What a run without the lease would do."""
+
+    def acquire(self, description: str) -> None:
+        self._last_beat = time.monotonic() + 1e9
+
+
+@pytest.mark.parametrize("storage", ["s3", "local"])
+def test_two_racing_writers_never_mix(storage, request, tmp_path, corpus_maker, monkeypatch):
+    """Both write the same packs with different states; each pack is wholly one's or refused."""
+    url, options = str(tmp_path / "s"), ()
+    if storage == "s3":
+        options = request.getfixturevalue("s3_server").options
+        url = request.getfixturevalue("s3_url")
+    monkeypatch.setattr("dflash_offline.common.lease._lock_for", NoLease)
+    corpora = [corpus_maker(lengths=(60, 70) * 6, num_held_out=0) for _ in range(2)]
+    corpora[1].features = [states ^ 1 for states in corpora[1].features]
+    stores = [corpus.open(url, storage_options=options) for corpus in corpora]
+    barrier, told = threading.Barrier(2), [0, 0]
+
+    def write(number: int) -> None:
+        for pack in range(corpora[number].plan.num_packs):
+            barrier.wait()
+            try:
+                corpora[number].commit(stores[number], [pack])
+            except FileExistsError:
+                told[number] += 1
+
+    threads = [threading.Thread(target=write, args=(n,)) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(told) >= corpora[0].plan.num_packs, "at most one commit a pack"
+    cache = open_cache(url, partial=True, storage_options=options)
+    assert cache.packs, "somebody won"
+    for index in cache.samples:
+        found = cache.read(index).features
+        assert any((found == corpus.features[index]).all() for corpus in corpora)
+        for key in cache.blobs.list(COMMIT):
+            assert re.fullmatch(r"commit/\d{8}\.json", key)
+
+
+def test_store_on_a_file_system_of_fsspec(tmp_path, corpus_maker):
+    url = f"memory://{tmp_path}"
+    corpus = corpus_maker(codec="lossless")
+    with corpus.open(url) as store:
+        corpus.commit(store, [0])
+    with corpus.open(url) as store:
+        assert store.committed == {0}
+        corpus.commit(store, [1, 2, 3])
+    assert_equal_content(url, corpus, ())
+    assert isinstance(open_cache(url).blobs, ObjectBlobs)
+
+
+def test_store_on_s3(s3_server, s3_url, client, corpus_maker, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    options = (*s3_server.options, client)
+    corpus = corpus_maker(teacher="final")
+    with corpus.open(s3_url, storage_options=options) as store:
+        corpus.commit(store, [0, 1])
+    with corpus.open(s3_url, storage_options=options) as store:
+        corpus.commit(store, [2, 3])
+    assert_equal_content(s3_url, corpus, options)
+    cache = open_cache(s3_url, storage_options=options, read_cache=tmp_path / "kept")
+    assert cache.target_tensor("embed_tokens").shape == (97, 64)
+    assert cache.target_config["num_hidden_layers"] == 6
+    np.testing.assert_array_equal(cache.read(0, layers=(3,)).features, corpus.features[0][1:])
+    assert list((tmp_path / "kept").iterdir())
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 1 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(folder)],
+        capture_output=True,
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_full_disk(small_disk: Path, corpus_maker, monkeypatch):
+    monkeypatch.setattr("dflash_offline.common.store_checks._RESERVE_BYTES", 0)
+    corpus = corpus_maker()
+    ballast = small_disk / "ballast"
+    with corpus.open(small_disk / "s") as store:
+        corpus.commit(store, [0])
+        free = os.statvfs(small_disk)
+        ballast.write_bytes(bytes(free.f_bavail * free.f_frsize - 8192))
+        with pytest.raises(Stopped, match="No space left.*free space and run the same command"):
+            corpus.commit(store, [1])
+        ballast.unlink()
+    with corpus.open(small_disk / "s") as store:
+        assert store.committed == {0}
+        corpus.commit(store, [1, 2, 3])
+    assert_equal_content(str(small_disk / "s"), corpus, ())
+
+
+def test_read_only_disk(small_disk: Path, corpus_maker, monkeypatch):
+    monkeypatch.setattr("dflash_offline.common.store_checks._RESERVE_BYTES", 0)
+    corpus = corpus_maker()
+    with corpus.open(small_disk / "s") as store:
+        corpus.commit(store)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    assert_equal_content(str(small_disk / "s"), corpus, ())
+    with pytest.raises(Stopped, match="Read-only file system"):
+        corpus.open(small_disk / "s")
