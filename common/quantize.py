@@ -8,10 +8,9 @@ K layers, then the final state where the store has one), T tokens, H hidden, W b
 codes, G groups of a row, N rows stored exactly.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -142,30 +141,45 @@ def encode_states(
         calibration: of the store, on the same device.
 
     Returns:
-        Codes on the same device. Codes and scales of rows stored exactly are zero. Finding those
-        rows waits for the device once.
+        Codes on the same device. Codes and scales of rows stored exactly are zero.
     """
-    codec = calibration.codec
     slots = list(features) if final is None else [*features, final]
-    codes, scales, exact = [], [], []
+    return encode_slots(slots, is_first, calibration, has_final=final is not None)
+
+
+def encode_slots(
+    slots: Iterable[Tensor], is_first: Tensor, calibration: Calibration, *, has_final: bool
+) -> EncodedStates:
+    """Encode states that come one after the other, so that each can be dropped before the next.
+
+    Args:
+        slots: bfloat16 [T, H], the K layers and then, if `has_final`, the final state.
+        is_first, calibration: as for `encode_states`.
+
+    Finding the rows that are stored exactly waits for the device once a slot.
+    """
+    num_layers = len(calibration.mean) - has_final
+    codes, scales, places, exact = [], [], [], []
     for slot, x in enumerate(slots):
-        name = codec if slot < len(features) else "int8"
+        name = calibration.codec if slot < num_layers else "int8"
+        size = _block_rows(x)
         parts = [
-            _encode_block(block, first, name=name, calibration=calibration, slot=slot)
-            for block, first in zip(_blocks(x), is_first.split(_block_rows(x)), strict=True)
+            _encode_block(rows, first, name=name, calibration=calibration, slot=slot)
+            for rows, first in zip(x.split(size), is_first.split(size), strict=True)
         ]
-        for whole, part in zip((codes, scales, exact), zip(*parts, strict=True), strict=True):
-            whole.append(torch.cat(part))
-    exact_rows = torch.stack(exact).nonzero()
-    raw = [x[exact_rows[exact_rows[:, 0] == slot, 1]] for slot, x in enumerate(slots)]
-    num_layers = len(features)
+        some_codes, some_scales, is_exact = (torch.cat(each) for each in zip(*parts, strict=True))
+        token = is_exact.nonzero()[:, 0]
+        codes.append(some_codes)
+        scales.append(some_scales)
+        places.append(torch.stack((torch.full_like(token, slot), token), dim=1))
+        exact.append(x[token])
     return EncodedStates(
         codes=torch.stack(codes[:num_layers]),
         scales=torch.stack(scales[:num_layers]),
-        final_codes=None if final is None else codes[-1],
-        final_scales=None if final is None else scales[-1],
-        exact_rows=exact_rows.int(),
-        exact=torch.cat(raw),
+        final_codes=codes[-1] if has_final else None,
+        final_scales=scales[-1] if has_final else None,
+        exact_rows=torch.cat(places).int(),
+        exact=torch.cat(exact),
     )
 
 
@@ -331,9 +345,5 @@ def _sum_in_order(v: Tensor) -> Tensor:
     return v[:, 0]
 
 
-def _block_rows(x: Any) -> int:
+def _block_rows(x: Tensor) -> int:
     return max(1, _BLOCK_VALUES["cpu" if x.device.type == "cpu" else "cuda"] // x.shape[-1])
-
-
-def _blocks(x: Tensor) -> Sequence[Tensor]:
-    return x.split(_block_rows(x))

@@ -106,6 +106,7 @@ def extract(config: ExtractConfig) -> None:
             target, store.schema.layers, keep_final=planned.schema.teacher == "final"
         ) as forward:
             calibrate(store, forward, target, seed=config.seed, batch_tokens=config.batch_tokens)
+            forward.encode_with(store.calibration)
             extract_packs(store, forward, run_info=run_info(target), outcome=outcome)
     log.write({"kind": "end", **_outcome_record(outcome)})
     console.print(_end_sentence(config, store, outcome))

@@ -14,6 +14,7 @@ import numpy as np
 
 from dflash_offline.common.progress import ProgressLine
 from dflash_offline.common.store_writer import Store
+from dflash_offline.extract.coded_pack import CodedPack
 from dflash_offline.extract.forward import BatchStates, StateForward
 
 PROGRESS_FIELDS = ("packs", "tokens", "tok/s", "padded", "written", "bad")
@@ -49,7 +50,9 @@ class PackBuffer:
         schema, length = store.schema, store.pack_length(pack)
         self.pack = pack
         self.layers = schema.layers
+        self.coded = CodedPack(store) if schema.is_coded else None
         # Zeros, because a quarantined sample keeps its place with zero states.
+        length = 0 if schema.is_coded else length
         self.features = np.zeros((len(schema.layers), length, schema.hidden), np.uint16)
         has_final = schema.teacher == "final"
         self.final = np.zeros((length, schema.hidden), np.uint16) if has_final else None
@@ -59,15 +62,28 @@ class PackBuffer:
     def put(self, sample: int, start: int, states: BatchStates, rows: slice) -> None:
         """Copy one sample's rows of a batch to its place, or quarantine it."""
         reason = _problem(states.is_finite[:, rows], self.layers)
-        if reason is None:
+        if self.coded is not None:
+            self._put_codes(self.coded, start, states, rows, is_good=reason is None)
+        elif reason is None:
+            assert states.features is not None
             place = slice(start, start + rows.stop - rows.start)
             self.features[:, place] = states.features[:, rows]
             if self.final is not None:
                 assert states.final is not None
                 self.final[place] = states.final[rows]
-        else:
+        if reason is not None:
             self.quarantined[sample] = reason
         self.missing.remove(sample)
+
+    @staticmethod
+    def _put_codes(
+        coded: CodedPack, start: int, states: BatchStates, rows: slice, *, is_good: bool
+    ) -> None:
+        if is_good:
+            assert states.encoded is not None
+            coded.put(start, states.encoded, rows)
+        else:
+            coded.put_zeros(start, rows.stop - rows.start)
 
 
 def _problem(is_finite: np.ndarray, layers: Sequence[int]) -> str | None:
@@ -144,8 +160,8 @@ def _commit(
 ) -> None:
     outcome.written_bytes += store.commit_pack(
         buffer.pack,
-        buffer.features,
-        buffer.final,
+        buffer.features if buffer.coded is None else buffer.coded.joined(),
+        buffer.final if buffer.coded is None else None,
         quarantined=buffer.quarantined,
         run_info=run_info,
     )
