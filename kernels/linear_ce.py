@@ -22,7 +22,14 @@ from dflash_offline.kernels.head_rows import (
 )
 from dflash_offline.kernels.linear_ce_torch import torch_chunk
 from dflash_offline.kernels.logit_chunks import chunk_bounds, chunk_buffer, full_precision_sums
-from dflash_offline.kernels.logit_math import cap_logits, cap_slope, dot_rows, log1p
+from dflash_offline.kernels.logit_math import (
+    cap_logits,
+    cap_slope,
+    dot_rows,
+    fold_min,
+    fold_sum,
+    log1p,
+)
 from dflash_offline.kernels.optional_triton import tl, triton, use_triton
 from dflash_offline.kernels.reference_loss import LinearCE
 
@@ -120,9 +127,9 @@ def _linear_ce_rows_kernel(
     if label_grad_ptr is not None:
         slope = cap_slope(raw_label, logit_scale, softcap, HAS_SOFTCAP)
         tl.store(label_grad_ptr + row, -others * scale * slope)
-    ahead = tl.zeros([BLOCK_V], tl.int32)
-    first = tl.full([BLOCK_V], 2147483647, tl.int32)
-    spread = tl.zeros([BLOCK_V], tl.float32)
+    ahead = tl.zeros([BLOCK_V // 8], tl.int32)
+    first = tl.full([BLOCK_V // 8], 2147483647, tl.int32)
+    spread = tl.zeros([BLOCK_V // 8], tl.float32)
     for start in range(0, num_columns, BLOCK_V):
         cols = start + offs
         raw = tl.load(z_ptr + cols, mask=cols < bound, other=0.0).to(tl.float32)
@@ -130,11 +137,12 @@ def _linear_ce_rows_kernel(
         raw = tl.where(is_label, raw_label, raw)
         z = cap_logits(raw, logit_scale, softcap, HAS_SOFTCAP)
         z = tl.where(cols < num_columns, z, float("-inf"))
-        first = tl.minimum(first, tl.where(z == m, cols, 2147483647))
-        ahead += ((z > z_label) | ((z == z_label) & (cols < column))).to(tl.int32)
+        first = tl.minimum(first, fold_min(tl.where(z == m, cols, 2147483647), BLOCK_V))
+        is_ahead = (z > z_label) | ((z == z_label) & (cols < column))
+        ahead += fold_sum(is_ahead.to(tl.int32), BLOCK_V)
         shifted = z - m
         e = tl.exp(shifted)
-        spread += tl.where(e > 0.0, e * shifted, 0.0)
+        spread += fold_sum(tl.where(e > 0.0, e * shifted, 0.0), BLOCK_V)
         if WITH_GRAD:
             slope = cap_slope(raw, logit_scale, softcap, HAS_SOFTCAP)
             if label_grad_ptr is not None:

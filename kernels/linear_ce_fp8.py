@@ -2,7 +2,7 @@
 
 Operands are float8_e4m3fn with one fp32 scale per row of x and dZ, per token of the head in the
 first product and per channel of it in the second. The label's part of the gradient is kept out of
-FP8: its logit and its product with the head stay exact, so a row's scale is set by its largest other
+FP8: its logit and its product with the head stay exact, so a row has the scale of its largest other
 column. Formulas and figures: docs/kernels.md. Letters: N rows, C rows of a chunk, H hidden,
 V vocabulary, V' columns of the FP8 head.
 """

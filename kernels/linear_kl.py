@@ -19,7 +19,16 @@ from dflash_offline.kernels.head_rows import (
 )
 from dflash_offline.kernels.linear_kl_torch import KLOptions, torch_chunk
 from dflash_offline.kernels.logit_chunks import chunk_bounds, chunk_buffer, full_precision_sums
-from dflash_offline.kernels.logit_math import cap_logits, cap_slope, dot_rows, expm1_parts, log1p
+from dflash_offline.kernels.logit_math import (
+    cap_logits,
+    cap_slope,
+    dot_rows,
+    expm1_parts,
+    fold_min,
+    fold_sum,
+    load_pair,
+    log1p,
+)
 from dflash_offline.kernels.optional_triton import tl, triton, use_triton
 from dflash_offline.kernels.reference_loss import LinearKL
 
@@ -28,42 +37,6 @@ LAUNCH = RowLaunch(block_v=4096, block_h=2048, num_warps=16)
 
 
 PER_ROW = ["labels_ptr", *(f"{name}_ptr" for name in LinearKL._fields)]
-
-
-@triton.jit
-def _load_pair(
-    t_ptr,
-    d_ptr,
-    cols,
-    num_columns,
-    bound,
-    label,
-    raw_t_label,
-    raw_d_label,
-    logit_scale,
-    softcap,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_LABELS: tl.constexpr,
-):
-    """Return teacher logits, student logits, difference and raw student logits of cols."""
-    raw_t = tl.load(t_ptr + cols, mask=cols < bound, other=0.0).to(tl.float32)
-    raw_d = tl.load(d_ptr + cols, mask=cols < bound, other=0.0).to(tl.float32)
-    if HAS_LABELS:
-        raw_t = tl.where(cols == label, raw_t_label, raw_t)
-        raw_d = tl.where(cols == label, raw_d_label, raw_d)
-    in_range = cols < num_columns
-    raw_s = raw_t + raw_d
-    t = cap_logits(raw_t, logit_scale, softcap, HAS_SOFTCAP)
-    if HAS_SOFTCAP:
-        s = cap_logits(raw_s, logit_scale, softcap, HAS_SOFTCAP)
-        d = s - t
-    else:
-        d = raw_d * logit_scale
-        s = t + d
-    d = tl.where(in_range, d, 0.0)
-    t = tl.where(in_range, t, float("-inf"))
-    s = tl.where(in_range, s, float("-inf"))
-    return t, s, d, raw_s
 
 
 @triton.jit(do_not_specialize=["num_columns"], do_not_specialize_on_alignment=PER_ROW)
@@ -140,7 +113,7 @@ def _linear_kl_rows_kernel(
     weighted_d = 0.0
     for start in range(0, num_columns, BLOCK_V):
         cols = start + offs
-        t, s, d, _ = _load_pair(
+        t, s, d, _ = load_pair(
             t_ptr, d_ptr, cols, num_columns, bound, column, raw_t_label, raw_d_label,
             logit_scale, softcap, HAS_SOFTCAP, HAS_LABELS,
         )  # fmt: skip
@@ -168,42 +141,43 @@ def _linear_kl_rows_kernel(
     expected_r = weighted_d * inv_s - c
     balance = 0.0
     if HAS_TV and WITH_GRAD:
-        signed = tl.zeros([BLOCK_V], tl.float32)
+        signed = tl.zeros([BLOCK_V // 8], tl.float32)
         for start in range(0, num_columns, BLOCK_V):
             cols = start + offs
-            t, s, d, _ = _load_pair(
+            t, s, d, _ = load_pair(
                 t_ptr, d_ptr, cols, num_columns, bound, column, raw_t_label, raw_d_label,
                 logit_scale, softcap, HAS_SOFTCAP, HAS_LABELS,
             )  # fmt: skip
             r = d - c
             p = tl.exp(s - m_s) * inv_s
-            signed += tl.where(r > 0.0, p, tl.where(r < 0.0, -p, 0.0))
+            signed += fold_sum(tl.where(r > 0.0, p, tl.where(r < 0.0, -p, 0.0)), BLOCK_V)
         balance = tl.sum(signed)
 
-    kl = tl.zeros([BLOCK_V], tl.float32)
-    reverse = tl.zeros([BLOCK_V], tl.float32)
-    distance = tl.zeros([BLOCK_V], tl.float32)
-    spread = tl.zeros([BLOCK_V], tl.float32)
-    first_s = tl.full([BLOCK_V], 2147483647, tl.int32)
-    first_t = tl.full([BLOCK_V], 2147483647, tl.int32)
+    kl = tl.zeros([BLOCK_V // 8], tl.float32)
+    reverse = tl.zeros([BLOCK_V // 8], tl.float32)
+    distance = tl.zeros([BLOCK_V // 8], tl.float32)
+    spread = tl.zeros([BLOCK_V // 8], tl.float32)
+    first_s = tl.full([BLOCK_V // 8], 2147483647, tl.int32)
+    first_t = tl.full([BLOCK_V // 8], 2147483647, tl.int32)
     for start in range(0, num_columns, BLOCK_V):
         cols = start + offs
-        t, s, d, raw_s = _load_pair(
+        t, s, d, raw_s = load_pair(
             t_ptr, d_ptr, cols, num_columns, bound, column, raw_t_label, raw_d_label,
             logit_scale, softcap, HAS_SOFTCAP, HAS_LABELS,
         )  # fmt: skip
-        first_s = tl.minimum(first_s, tl.where(s == m_s, cols, 2147483647))
-        first_t = tl.minimum(first_t, tl.where(t == m_t, cols, 2147483647))
+        first_s = tl.minimum(first_s, fold_min(tl.where(s == m_s, cols, 2147483647), BLOCK_V))
+        first_t = tl.minimum(first_t, fold_min(tl.where(t == m_t, cols, 2147483647), BLOCK_V))
         q = tl.exp(t - m_t) * inv_t
         p = tl.exp(s - m_s) * inv_s
         r = d - c
         is_near = tl.abs(r) < 0.25
         e, f = expm1_parts(r)
         difference = tl.where(is_near, q * e, p - q)
-        kl += tl.where(is_near, q * f, difference - q * r)
-        reverse += tl.where(is_near, q * (e * r - f), p * r - difference)
-        distance += tl.abs(difference)
-        spread += tl.where(p > 0.0, p * (s - m_s), 0.0)
+        kl += fold_sum(tl.where(is_near, q * f, difference - q * r), BLOCK_V)
+        term = tl.where(is_near, q * (e * r - f), p * r - difference)
+        reverse += fold_sum(term, BLOCK_V)
+        distance += fold_sum(tl.abs(difference), BLOCK_V)
+        spread += fold_sum(tl.where(p > 0.0, p * (s - m_s), 0.0), BLOCK_V)
         if WITH_GRAD:
             dz = kl_weight * difference
             if HAS_REVERSE:

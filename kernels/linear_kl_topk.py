@@ -17,7 +17,7 @@ from dflash_offline.kernels.head_rows import (
     scale_rows,
 )
 from dflash_offline.kernels.logit_chunks import chunk_bounds, chunk_buffer, full_precision_sums
-from dflash_offline.kernels.logit_math import cap_logits, cap_slope
+from dflash_offline.kernels.logit_math import cap_logits, cap_slope, fold_min
 from dflash_offline.kernels.optional_triton import tl, triton, use_triton
 from dflash_offline.kernels.reference_loss import TAIL_FLOOR, LinearTopKKL, accumulate_dtype
 
@@ -148,13 +148,13 @@ def _linear_kl_topk_rows_kernel(
     share = tl.where(sum_tail > 0.0, q_tail / sum_tail, 0.0)
     factor = tl.where(is_valid, tl.exp(m_tail - lse) - share, nan)
     m_safe = tl.where(m_tail == neg_inf, 0.0, m_tail)
-    first = tl.full([BLOCK_V], 2147483647, tl.int32)
+    first = tl.full([BLOCK_V // 8], 2147483647, tl.int32)
     for start in range(0, num_columns, BLOCK_V):
         cols = start + offs
         raw = tl.load(z_ptr + cols, mask=cols < bound, other=0.0).to(tl.float32)
         z = cap_logits(raw, logit_scale, softcap, HAS_SOFTCAP)
         z = tl.where((cols < num_columns) & (raw != neg_inf), z, neg_inf)
-        first = tl.minimum(first, tl.where(z == m, cols, 2147483647))
+        first = tl.minimum(first, fold_min(tl.where(z == m, cols, 2147483647), BLOCK_V))
         if WITH_GRAD:
             slope = cap_slope(raw, logit_scale, softcap, HAS_SOFTCAP)
             dz = tl.exp(z - m_safe) * factor * slope

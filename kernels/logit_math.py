@@ -57,3 +57,54 @@ def expm1_parts(r):
     g = 0.5 + r * (1 / 6 + r * (1 / 24 + r * (1 / 120 + r * (1 / 720 + r * (1 / 5040)))))
     f = r * r * g
     return r + f, f
+
+
+@triton.jit
+def fold_sum(x, BLOCK: tl.constexpr):
+    """Add up runs of eight columns: what one thread loads at a time, so it costs no exchange.
+
+    A running vector over columns then takes an eighth of the registers.
+    """
+    return tl.sum(tl.reshape(x, [BLOCK // 8, 8]), axis=1)
+
+
+@triton.jit
+def fold_min(x, BLOCK: tl.constexpr):
+    """Like fold_sum, for the least of each run."""
+    return tl.min(tl.reshape(x, [BLOCK // 8, 8]), axis=1)
+
+
+@triton.jit
+def load_pair(
+    t_ptr,
+    d_ptr,
+    cols,
+    num_columns,
+    bound,
+    label,
+    raw_t_label,
+    raw_d_label,
+    logit_scale,
+    softcap,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_LABELS: tl.constexpr,
+):
+    """Return teacher logits, student logits, difference and raw student logits of cols."""
+    raw_t = tl.load(t_ptr + cols, mask=cols < bound, other=0.0).to(tl.float32)
+    raw_d = tl.load(d_ptr + cols, mask=cols < bound, other=0.0).to(tl.float32)
+    if HAS_LABELS:
+        raw_t = tl.where(cols == label, raw_t_label, raw_t)
+        raw_d = tl.where(cols == label, raw_d_label, raw_d)
+    in_range = cols < num_columns
+    raw_s = raw_t + raw_d
+    t = cap_logits(raw_t, logit_scale, softcap, HAS_SOFTCAP)
+    if HAS_SOFTCAP:
+        s = cap_logits(raw_s, logit_scale, softcap, HAS_SOFTCAP)
+        d = s - t
+    else:
+        d = raw_d * logit_scale
+        s = t + d
+    d = tl.where(in_range, d, 0.0)
+    t = tl.where(in_range, t, float("-inf"))
+    s = tl.where(in_range, s, float("-inf"))
+    return t, s, d, raw_s
