@@ -12,104 +12,100 @@ import torch
 from torch import Tensor
 
 from dflash_offline.kernels import reference
-from dflash_offline.kernels.coded_states import GROUP, CodedStates, as_bfloat16
-from dflash_offline.kernels.optional_triton import is_interpreted, tl, triton, use_triton
+from dflash_offline.kernels.coded_states import GROUP, CodedStates
+from dflash_offline.kernels.optional_triton import tl, triton, use_triton
 
 __all__ = ["CodedStates", "gather_dequant", "gather_linear", "warm_up"]
 
-# Rows and channels of a program and its warps.
-TILE = {"raw": (8, 1024, 4), "int8": (8, 1024, 8), "int4": (8, 1024, 8), "int3": (4, 512, 4)}
-NORM_CHANNELS = 1024
+# Rows that a program takes one after the other, groups of 64 channels, warps: 8 channels a thread.
+# 16-byte stores of 4 words, and loads of the same 4 pairs, so nothing moves between threads.
+ROWS, GROUPS, WARPS = 16, 16, 4
 
 
 @triton.jit
-def _codes_int8(ptr, row, column, mask, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Signed codes of channels [column, column + BLOCK_H): float32 [BLOCK_R, BLOCK_H]."""
-    offs = row[:, None] + (column + tl.arange(0, BLOCK_H))[None, :]
-    return tl.load(ptr + offs, mask=mask, other=0).to(tl.float32)
+def _split_words(word):
+    """Widen the two bfloat16 in each 32-bit word: (even channels, odd channels), float32."""
+    low = (word << 16).to(tl.float32, bitcast=True)
+    high = (word & -65536).to(tl.float32, bitcast=True)
+    return low, high
 
 
 @triton.jit
-def _codes_int4(ptr, row, column, groups, H, BLOCK_R: tl.constexpr, GROUPS: tl.constexpr):
-    """Signed codes [BLOCK_R, GROUPS, 64]: a byte's low nibble comes first."""
-    byte = groups[:, None] * 32 + tl.arange(0, 32)[None, :]
-    mask = (row >= 0)[:, None, None] & (column // 2 + byte < H // 2)[None, :, :]
-    packed = tl.load(ptr + row[:, None, None] + column // 2 + byte[None, :, :], mask=mask, other=0)
-    packed = packed.to(tl.int32)
-    return tl.reshape(tl.join(packed & 15, packed >> 4), [BLOCK_R, GROUPS, 64]).to(tl.float32) - 8.0
-
-
-@triton.jit
-def _codes_int3(
-    ptr, codebook_ptr, row, column, groups, H, BLOCK_R: tl.constexpr, GROUPS: tl.constexpr
-):
-    """Rotated levels [BLOCK_R, GROUPS, 64]: three bit planes, the codebook, the Hadamard matrix."""
+def _rotated_levels(ptr, codebook_ptr, group, num_groups, GROUPS: tl.constexpr):
+    """Codebook levels of three bit planes, rotated by the Hadamard matrix: [GROUPS, 32] twice."""
     channel = tl.arange(0, 64)
-    mask = (row >= 0)[:, None, None] & (column + groups * 64 < H)[None, :, None]
-    byte = (column // 64 + groups)[:, None] * 24 + (channel // 8)[None, :]
-    code = tl.zeros([BLOCK_R, GROUPS, 64], tl.int32)
+    mask = (group < num_groups)[:, None]
+    byte = group[:, None] * 24 + (channel // 8)[None, :]
+    code = tl.zeros([GROUPS, 64], tl.int32)
     for plane in tl.static_range(3):
-        packed = tl.load(
-            ptr + row[:, None, None] + byte[None, :, :] + 8 * plane, mask=mask, other=0
-        )
-        code += ((packed.to(tl.int32) >> (channel % 8)[None, None, :]) & 1) << plane
+        packed = tl.load(ptr + byte + 8 * plane, mask=mask, other=0).to(tl.int32)
+        code += ((packed >> (channel % 8)[None, :]) & 1) << plane
     level = tl.load(codebook_ptr + code)
     shared = channel[:, None] & channel[None, :]
     shared ^= shared >> 4
     shared ^= shared >> 2
     shared ^= shared >> 1
     matrix = tl.where((shared & 1) == 0, 0.125, -0.125)
-    # Levels and matrix are exact in bfloat16, so also in the matrix units' tf32.
-    y = tl.dot(tl.reshape(level, [BLOCK_R * GROUPS, 64]), matrix, input_precision="tf32")
-    return tl.reshape(y, [BLOCK_R, GROUPS, 64])
+    # Levels have at most 11 bits and the matrix one, so tf32 products and their sums are exact.
+    y = tl.dot(level, matrix, input_precision="tf32")
+    return tl.split(tl.reshape(y, [GROUPS, 32, 2]))
 
 
 @triton.jit
-def _decode_tile(
-    value_ptr, scale_ptr, mean_ptr, gain_ptr, codebook_ptr, slot_ptr, exact_ptr,
-    token, valid, layer, column, num_tokens,
-    H: tl.constexpr, CODEC: tl.constexpr, EXACT: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+def _channel_pairs(ptr, pair, mask):
+    """Load a float for each channel of some pairs: (even channels, odd channels)."""
+    low = tl.load(ptr + 2 * pair, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(ptr + 2 * pair + 1, mask=mask, other=0.0).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def _decode_row(
+    value_ptr, scale_ptr, codebook_ptr, slot_ptr, exact_ptr, row, first_group,
+    mean_low, mean_high, gain_low, gain_high,
+    H: tl.constexpr, CODEC: tl.constexpr, EXACT: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Decode channels [column, column + BLOCK_H) of some tokens of a layer: float32."""
-    offs_h = column + tl.arange(0, BLOCK_H)
-    mask_h = offs_h < H
-    mask = valid[:, None] & mask_h[None, :]
-    row = tl.cast(layer, tl.int64) * num_tokens + token
+    """Decode 64 * GROUPS channels of one token of one layer, as pairs [GROUPS, 32] in float32."""
+    group = first_group + tl.arange(0, GROUPS)
+    pair = group[:, None] * 32 + tl.arange(0, 32)[None, :]
+    mask = pair < H // 2
     if CODEC == "raw":
-        x = tl.load(value_ptr + row[:, None] * H + offs_h[None, :], mask=mask, other=0.0)
-        x = x.to(tl.float32)
+        low, high = _split_words(tl.load(value_ptr + row * (H // 2) + pair, mask=mask, other=0))
     else:
-        GROUPS: tl.constexpr = BLOCK_H // 64
-        groups = tl.arange(0, GROUPS)
-        if CODEC == "int4":
-            start = tl.where(valid, row * (H // 2), -1)
-            y = _codes_int4(value_ptr, start, column, groups, H, BLOCK_R, GROUPS)
-            group = column // 64 + groups
-            scale = tl.load(
-                scale_ptr + row[:, None] * (H // 64) + group[None, :],
-                mask=valid[:, None] & (group < H // 64)[None, :],
-                other=0.0,
-            )
-            y = tl.reshape(y * scale.to(tl.float32)[:, :, None], [BLOCK_R, BLOCK_H])
+        if CODEC == "int8":
+            word = tl.load(value_ptr + row * (H // 2) + pair, mask=mask, other=0).to(tl.int32)
+            low, high = ((word << 24) >> 24).to(tl.float32), (word >> 8).to(tl.float32)
+            scale = tl.load(scale_ptr + row).to(tl.float32)
+        elif CODEC == "int4":
+            word = tl.load(value_ptr + row * (H // 2) + pair, mask=mask, other=0).to(tl.int32)
+            low, high = ((word & 15) - 8).to(tl.float32), ((word >> 4) - 8).to(tl.float32)
+            scales = scale_ptr + row * (H // 64) + group
+            scale = tl.load(scales, mask=group < H // 64, other=0.0).to(tl.float32)[:, None]
         else:
-            if CODEC == "int8":
-                y = _codes_int8(value_ptr, row * H, column, mask, BLOCK_R, BLOCK_H)
-            else:
-                start = tl.where(valid, row * (H // 64 * 24), -1)
-                y = _codes_int3(value_ptr, codebook_ptr, start, column, groups, H, BLOCK_R, GROUPS)
-                y = tl.reshape(y, [BLOCK_R, BLOCK_H])
-            y *= tl.load(scale_ptr + row, mask=valid, other=0.0).to(tl.float32)[:, None]
-        mean = tl.load(mean_ptr + layer * H + offs_h, mask=mask_h, other=0.0)
-        gain = tl.load(gain_ptr + layer * H + offs_h, mask=mask_h, other=0.0)
-        x = mean[None, :] + gain[None, :] * y
+            codes = value_ptr + row * (H // 64 * 24)
+            low, high = _rotated_levels(codes, codebook_ptr, group, H // 64, GROUPS)
+            scale = tl.load(scale_ptr + row).to(tl.float32)
+        low = mean_low + gain_low * (scale * low)
+        high = mean_high + gain_high * (scale * high)
         if EXACT:
-            slot = tl.load(slot_ptr + row, mask=valid, other=-1)
-            is_exact = (slot >= 0)[:, None] & mask_h[None, :]
-            offs = tl.cast(slot, tl.int64)[:, None] * H + offs_h[None, :]
-            exact = tl.load(exact_ptr + offs, mask=is_exact, other=0.0)
-            x = tl.where(is_exact, exact.to(tl.float32), x)
-    return x
+            slot = tl.load(slot_ptr + row)
+            if slot >= 0:
+                exact = exact_ptr + tl.cast(slot, tl.int64) * (H // 2)
+                low, high = _split_words(tl.load(exact + pair, mask=mask, other=0))
+    return low, high
+
+
+@triton.jit
+def _store_pairs(out_ptr, offset, pair, low, high, mask, PACKED: tl.constexpr):
+    """Store pairs of channels; PACKED: as 32-bit words of two bfloat16, whose pointer is given."""
+    if PACKED:
+        low = low.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
+        high = high.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
+        tl.store(out_ptr + offset // 2 + pair, (low & 65535) | (high << 16), mask=mask)
+    else:
+        out = out_ptr + offset + 2 * pair
+        tl.store(out, low.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out + 1, high.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
@@ -117,119 +113,125 @@ def _gather_dequant_kernel(
     value_ptr, scale_ptr, mean_ptr, gain_ptr, codebook_ptr, slot_ptr, exact_ptr, row_ptr, out_ptr,
     num_rows, num_tokens,
     K: tl.constexpr, H: tl.constexpr, CODEC: tl.constexpr, EXACT: tl.constexpr,
-    INDEXED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
+    INDEXED: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """out[r, layer H + h] = decoded states[layer, rows[r], h]; a program takes a tile of one layer.
+    """out[r, layer H + h] = decoded states[layer, rows[r], h]; means and gains stay in registers.
 
     Grid (row tiles, K * channel tiles).
     """
-    offs_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    tiles: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
-    layer = tl.program_id(1) // tiles
-    column = tl.program_id(1) % tiles * BLOCK_H
-    valid = offs_r < num_rows
-    if INDEXED:
-        token = tl.load(row_ptr + offs_r, mask=valid, other=0).to(tl.int64)
-    else:
-        token = tl.cast(offs_r, tl.int64)
-    x = _decode_tile(
-        value_ptr, scale_ptr, mean_ptr, gain_ptr, codebook_ptr, slot_ptr, exact_ptr, token, valid,
-        layer, column, num_tokens, H, CODEC, EXACT, BLOCK_R, BLOCK_H,
-    )  # fmt: skip
-    offs_h = column + tl.arange(0, BLOCK_H)
-    out = out_ptr + tl.cast(offs_r, tl.int64)[:, None] * (K * H) + (layer * H + offs_h)[None, :]
-    tl.store(out, x.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (offs_h < H)[None, :])
+    TILES: tl.constexpr = (H + GROUPS * 64 - 1) // (GROUPS * 64)
+    layer = tl.program_id(1) // TILES
+    first_group = tl.program_id(1) % TILES * GROUPS
+    pair = (first_group + tl.arange(0, GROUPS))[:, None] * 32 + tl.arange(0, 32)[None, :]
+    mask = pair < H // 2
+    mean_low, mean_high, gain_low, gain_high = 0.0, 0.0, 0.0, 0.0
+    if CODEC != "raw":
+        mean_low, mean_high = _channel_pairs(mean_ptr + layer * H, pair, mask)
+        gain_low, gain_high = _channel_pairs(gain_ptr + layer * H, pair, mask)
+    start = tl.program_id(0) * ROWS
+    for i in range(start, tl.minimum(start + ROWS, num_rows)):
+        out_row = tl.cast(i, tl.int64)
+        token = out_row
+        if INDEXED:
+            token = tl.load(row_ptr + i).to(tl.int64)
+        low, high = _decode_row(
+            value_ptr, scale_ptr, codebook_ptr, slot_ptr, exact_ptr,
+            tl.cast(layer, tl.int64) * num_tokens + token, first_group,
+            mean_low, mean_high, gain_low, gain_high, H, CODEC, EXACT, GROUPS,
+        )  # fmt: skip
+        _store_pairs(out_ptr, out_row * (K * H) + layer * H, pair, low, high, mask, PACKED)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def _gather_norm_kernel(
-    value_ptr, scale_ptr, mean_ptr, gain_ptr, codebook_ptr, slot_ptr, exact_ptr, row_ptr, w_ptr,
-    out_ptr, num_rows, num_tokens, stride_w, eps,
+    value_ptr, scale_ptr, mean_ptr, gain_ptr, codebook_ptr, slot_ptr, exact_ptr, row_ptr, out_ptr,
+    num_rows, num_tokens, w_ptr, stride_w, eps,
     K: tl.constexpr, H: tl.constexpr, CODEC: tl.constexpr, EXACT: tl.constexpr,
-    INDEXED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
+    INDEXED: tl.constexpr, PACKED: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """As above, each layer's state divided by its rms and multiplied by w: decoded twice, read once
-    from device memory and once from the cache. Grid (row tiles, K).
+    """As above, each layer's state divided by its rms and multiplied by w. Grid (rows, K).
+
+    A row is decoded twice, the second time from the cache.
     """
-    offs_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    out_row = tl.cast(tl.program_id(0), tl.int64)
     layer = tl.program_id(1)
-    valid = offs_r < num_rows
+    token = out_row
     if INDEXED:
-        token = tl.load(row_ptr + offs_r, mask=valid, other=0).to(tl.int64)
-    else:
-        token = tl.cast(offs_r, tl.int64)
-    square = tl.zeros([BLOCK_R], tl.float32)
-    for column in range(0, H, BLOCK_H):
-        x = _decode_tile(
-            value_ptr, scale_ptr, mean_ptr, gain_ptr, codebook_ptr, slot_ptr, exact_ptr, token,
-            valid, layer, column, num_tokens, H, CODEC, EXACT, BLOCK_R, BLOCK_H,
-        )  # fmt: skip
-        inside = (column + tl.arange(0, BLOCK_H) < H)[None, :]
-        square += tl.sum(tl.where(inside, x * x, 0.0), 1)
-    rstd = tl.rsqrt(square / H + eps)
-    for column in range(0, H, BLOCK_H):
-        x = _decode_tile(
-            value_ptr, scale_ptr, mean_ptr, gain_ptr, codebook_ptr, slot_ptr, exact_ptr, token,
-            valid, layer, column, num_tokens, H, CODEC, EXACT, BLOCK_R, BLOCK_H,
-        )  # fmt: skip
-        offs_h = column + tl.arange(0, BLOCK_H)
-        w = tl.load(w_ptr + layer * stride_w + offs_h, mask=offs_h < H, other=0.0).to(tl.float32)
-        out = out_ptr + tl.cast(offs_r, tl.int64)[:, None] * (K * H) + (layer * H + offs_h)[None, :]
-        y = (x * rstd[:, None] * w[None, :]).to(out_ptr.dtype.element_ty)
-        tl.store(out, y, mask=valid[:, None] & (offs_h < H)[None, :])
+        token = tl.load(row_ptr + out_row).to(tl.int64)
+    square = 0.0
+    rstd = 0.0
+    for step in tl.static_range(2):
+        if step == 1:
+            rstd = tl.rsqrt(square / H + eps)
+        for first_group in range(0, (H + 63) // 64, GROUPS):
+            pair = (first_group + tl.arange(0, GROUPS))[:, None] * 32 + tl.arange(0, 32)[None, :]
+            mask = pair < H // 2
+            mean_low, mean_high, gain_low, gain_high = 0.0, 0.0, 0.0, 0.0
+            if CODEC != "raw":
+                mean_low, mean_high = _channel_pairs(mean_ptr + layer * H, pair, mask)
+                gain_low, gain_high = _channel_pairs(gain_ptr + layer * H, pair, mask)
+            low, high = _decode_row(
+                value_ptr, scale_ptr, codebook_ptr, slot_ptr, exact_ptr,
+                tl.cast(layer, tl.int64) * num_tokens + token, first_group,
+                mean_low, mean_high, gain_low, gain_high, H, CODEC, EXACT, GROUPS,
+            )  # fmt: skip
+            if step == 0:
+                square += tl.sum(tl.where(mask, low * low + high * high, 0.0))
+            else:
+                w_low, w_high = _channel_pairs(w_ptr + layer * stride_w, pair, mask)
+                low, high = low * rstd * w_low, high * rstd * w_high
+                offset = out_row * (K * H) + layer * H
+                _store_pairs(out_ptr, offset, pair, low, high, mask, PACKED)
 
 
-def _tile(states: CodedStates, *, norm: bool) -> tuple[int, int, int]:
-    """Return rows and channels of a program, and its warps."""
-    rows, channels, warps = TILE[states.codec]
-    # The rotation by the matrix units needs 16 groups in a tile.
-    fewest_rows = 1
-    if is_interpreted():
-        rows, channels = 4, 256
-    if norm:
-        rows = 2
-    channels = min(channels, max(GROUP, 1 << (states.hidden - 1).bit_length()))
-    if states.codec == "int3":
-        fewest_rows = max(1, 16 * GROUP // channels)
-    return max(rows, fewest_rows), channels, warps
+def _words(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """View a row's channels two at a time."""
+    return None if x is None else x.view(dtype)
 
 
 def _launch(states: CodedStates, rows, norm_weight, eps: float, dtype: torch.dtype) -> Tensor:
     num_rows = states.num_tokens if rows is None else rows.shape[0]
-    values = as_bfloat16(states.values)
-    if states.codec == "int8":
-        values = values.view(torch.int8)
     layers, hidden = states.num_layers, states.hidden
-    out = torch.empty(num_rows, layers * hidden, dtype=dtype, device=values.device)
-    block_rows, block_hidden, warps = _tile(states, norm=norm_weight is not None)
+    out = torch.empty(num_rows, layers * hidden, dtype=dtype, device=states.values.device)
     if not num_rows:
         return out
-    exact = None if states.exact is None else as_bfloat16(states.exact)
-    sources = (states.scales, states.mean, states.gain, states.codebook, states.exact_slot, exact)
+    pair_dtype = {"raw": torch.int32, "int8": torch.int16}.get(states.codec, torch.uint8)
+    packed = dtype == torch.bfloat16
+    arguments = (
+        _words(states.values, pair_dtype),
+        states.scales,
+        states.mean,
+        states.gain,
+        states.codebook,
+        states.exact_slot,
+        _words(states.exact, torch.int32),
+        rows,
+        out.view(torch.int32) if packed else out,
+        num_rows,
+        states.num_tokens,
+    )
+    groups = min(GROUPS, 1 << (-(-hidden // GROUP) - 1).bit_length())
+    if states.codec == "int3":
+        # The matrix units take no fewer rows.
+        groups = 16
     constants = {
         "K": layers,
         "H": hidden,
         "CODEC": states.codec,
-        "EXACT": exact is not None and exact.shape[0] > 0,
+        "EXACT": states.exact is not None and states.exact.shape[0] > 0,
         "INDEXED": rows is not None,
-        "BLOCK_R": block_rows,
-        "BLOCK_H": block_hidden,
-        "num_warps": warps,
+        "PACKED": packed,
+        "GROUPS": groups,
+        "num_warps": WARPS,
         # The format rounds products before sums; `quantize.decode_states` gives the same bits.
         "enable_fp_fusion": False,
     }
-    row_tiles = -(-num_rows // block_rows)
     if norm_weight is None:
-        grid = (row_tiles, layers * -(-hidden // block_hidden))
-        _gather_dequant_kernel[grid](
-            values, *sources, rows, out, num_rows, states.num_tokens, **constants
-        )
+        grid = (-(-num_rows // ROWS), layers * -(-hidden // (groups * GROUP)))
+        _gather_dequant_kernel[grid](*arguments, ROWS=ROWS, **constants)
     else:
         stride_w = norm_weight.stride(0) if norm_weight.dim() == 2 else 0
-        _gather_norm_kernel[(row_tiles, layers)](
-            values, *sources, rows, norm_weight, out, num_rows, states.num_tokens, stride_w, eps,
-            **constants,
-        )  # fmt: skip
+        _gather_norm_kernel[(num_rows, layers)](*arguments, norm_weight, stride_w, eps, **constants)
     return out
 
 
@@ -263,6 +265,8 @@ def gather_dequant(
         return reference.gather_dequant(states, rows, norm_weight=norm_weight, eps=eps, dtype=dtype)
     if not states.values.is_contiguous():
         raise ValueError("states.values must be contiguous [K, T, ...]: call .contiguous() once")
+    if states.hidden % 2:
+        raise ValueError(f"states are {states.hidden} wide, kernels take an even width")
     return _launch(states, rows, norm_weight, eps, dtype)
 
 
