@@ -25,6 +25,10 @@ _MUST_AGREE = {
     "chat_template_args": "--chat-template-arg",
     "system_prompt": "--system-prompt",
 }
+_SHOULD_AGREE = {
+    "weight_digest": "weights",
+    "tokenizer_sha256": "tokenizer files",
+}
 
 
 def save_identity(folder: Path, target: Mapping[str, Scalar]) -> None:
@@ -73,6 +77,17 @@ def check_same_target(
                 f"{spelling}: {where} has {name} {given[name]!r}, but the drafter was trained on "
                 f"data with {drafter[name]!r}; give the same chat options as to dflash-extract"
             )
+
+
+def notes_on_target(drafter: Mapping[str, Scalar] | None, given: Mapping[str, Scalar]) -> list[str]:
+    """Return one line for each thing about the target that is not as the drafter knew it."""
+    if drafter is None:
+        return ["the drafter does not say which target and chat options it was trained for"]
+    return [
+        f"the target's {what} are not byte for byte those that the drafter was trained with"
+        for name, what in _SHOULD_AGREE.items()
+        if name in drafter and name in given and drafter[name] != given[name]
+    ]
 
 
 def _from_run(path: Path) -> dict[str, Scalar] | None:

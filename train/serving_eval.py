@@ -9,9 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from dflash_offline.common.chat import ChatOptions, chat_identity, render_prompt, stop_token_ids
+from dflash_offline.common.chat import (
+    ChatOptions,
+    chat_identity,
+    render_prompt,
+    stop_token_ids,
+    tokenizer_identity,
+)
 from dflash_offline.common.errors import BadInput
 from dflash_offline.common.progress import ProgressLine
 from dflash_offline.common.prompts import Prompt, read_prompts
@@ -21,7 +28,7 @@ from dflash_offline.train.decode import Decoded, SpeculativeDecoder, decode_gree
 from dflash_offline.train.drafter import Drafter
 from dflash_offline.train.eval_config import EvalConfig
 from dflash_offline.train.export import load_drafter
-from dflash_offline.train.provenance import check_same_target, drafter_identity
+from dflash_offline.train.provenance import check_same_target, drafter_identity, notes_on_target
 
 
 @dataclass(kw_only=True)
@@ -156,9 +163,8 @@ def evaluate_serving(
     chat = ChatOptions.from_options(
         config.chat_template, config.chat_template_arg, config.system_prompt
     )
-    check_same_target(
-        drafter_identity(config.draft), chat_identity(tokenizer, chat), where="this call"
-    )
+    identity = drafter_identity(config.draft)
+    check_same_target(identity, chat_identity(tokenizer, chat), where="this call")
     target = load_target(
         config.target,
         dtype=dtype,
@@ -168,6 +174,12 @@ def evaluate_serving(
         trust_remote_code=config.trust_remote_code,
     )
     _check_fit(drafter, target, config)
+    here = {
+        "weight_digest": target.weight_digest(),
+        "tokenizer_sha256": tokenizer_identity(tokenizer),
+    }
+    for line in notes_on_target(identity, here):
+        Console(stderr=True, soft_wrap=True).print(f"note: {line}", highlight=False)
     evaluator = _Evaluator(config, target, drafter, tokenizer, chat)
     return evaluator.run(prompts)
 

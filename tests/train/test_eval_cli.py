@@ -176,6 +176,19 @@ def test_chat_options_must_agree(case: list[str], capsys: pytest.CaptureFixture)
     assert "--chat-template-arg" in capsys.readouterr().err
 
 
+def test_other_weights_are_noted(case: list[str], capsys: pytest.CaptureFixture) -> None:
+    assert exit_code(case) == 0
+    assert "does not say which target" in capsys.readouterr().err
+    draft = with_identity(case)
+    assert exit_code(case) == 0
+    assert "note:" not in capsys.readouterr().err
+    save_identity(draft, {"weight_digest": "another", "tokenizer_sha256": "another"})
+    assert exit_code(case) == 0
+    error = capsys.readouterr().err
+    assert "the target's weights are not byte for byte" in error
+    assert "the target's tokenizer files are not byte for byte" in error
+
+
 def test_identity_from_the_run(small_store, tmp_path: Path) -> None:
     url, corpus = small_store
     run = tmp_path / "run"
