@@ -102,21 +102,13 @@ def first_user_text(content: Content) -> str:
     """Return the text by which conversations are told apart when some are held out."""
     if isinstance(content, Conversation):
         users = [m for m in content.messages if m["role"] == "user"]
-        return plain_text(users[0]) if users else ""
+        return users[0]["content"] if users else ""
     if isinstance(content, Completion):
         return content.prompt
     if isinstance(content, RenderedText):
         return content.text
     first = int(np.argmax(content.mask)) if content.mask.any() else len(content.ids)
     return ",".join(map(str, content.ids[:first]))
-
-
-def plain_text(message: Message) -> str:
-    """Return a message's text, its parts joined."""
-    content = message["content"]
-    if isinstance(content, list):
-        return "".join(part["text"] for part in content)
-    return content
 
 
 def _conversation(row: Row, field: str, *, role: str, content: str) -> Conversation:
@@ -140,7 +132,7 @@ def _conversation(row: Row, field: str, *, role: str, content: str) -> Conversat
     return Conversation(messages=tuple(messages), is_cut=_is_cut(row))
 
 
-def _content_of(row: Row, where: str, message: dict[str, Any]) -> str | list[dict[str, str]]:
+def _content_of(row: Row, where: str, message: dict[str, Any]) -> str:
     value = message.get(where.rpartition(".")[2])
     if isinstance(value, str):
         return value
@@ -150,7 +142,8 @@ def _content_of(row: Row, where: str, message: dict[str, Any]) -> str | list[dic
         for k, part in enumerate(value):
             if not isinstance(part, dict) or not isinstance(part.get("text"), str):
                 raise _wrong_type(row, f"{where}[{k}]", part, "a part with a text")
-        return value
+        # Templates of text models print a list as it is.
+        return "".join(part["text"] for part in value)
     raise _wrong_type(row, where, value, "a text")
 
 

@@ -15,6 +15,9 @@ from dflash_offline.common.store import Plan, Sample, supervised
 from dflash_offline.extract.corpus import CorpusReport, TokenRow
 
 UNIT_PACKS = 16
+# A batch costs as much as this share of a full one, beside its tokens.
+_BATCHES_WORTH_ONE = 32
+_NEVER = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,14 +149,37 @@ def make_batches(
     for unit in range(int(unit_of[-1]) + 1):
         members = np.flatnonzero(unit_of == unit)
         by_length = members[np.argsort(-lengths[members], kind="stable")]
-        batches = []
-        first = 0
-        while first < len(by_length):
-            rows = max(1, batch_tokens // int(lengths[by_length[first]]))
-            batches.append(by_length[first : first + rows].tolist())
-            first += rows
-        units.append(batches)
+        cuts = cut_batches(lengths[by_length], batch_tokens)
+        units.append([part.tolist() for part in np.split(by_length, cuts)])
     return units
+
+
+def cut_batches(lengths: np.ndarray, batch_tokens: int) -> list[int]:
+    """Return where to cut samples sorted by length into batches, so that least is padded.
+
+    Full batches alone would pad twice as much: lengths fall steeply at the long end. Each batch
+    counts as some tokens more than it has, because small ones use a GPU badly.
+
+    Args:
+        lengths: int64 [samples], descending.
+        batch_tokens: padded tokens in a batch, at least the first length.
+    """
+    overhead = batch_tokens // _BATCHES_WORTH_ONE
+    count = len(lengths)
+    best = np.zeros(count + 1, np.int64)  # cost of the first i samples
+    begins = np.zeros(count + 1, np.int64)  # where their last batch begins
+    for stop in range(1, count + 1):
+        first = max(0, stop - batch_tokens // int(lengths[stop - 1]))
+        starts = np.arange(first, stop)
+        padded = (stop - starts) * lengths[starts]
+        costs = np.where(padded <= batch_tokens, best[starts] + padded + overhead, _NEVER)
+        begins[stop] = first + int(np.argmin(costs))
+        best[stop] = costs.min()
+    cuts = []
+    stop = count
+    while stop := int(begins[stop]):
+        cuts.append(stop)
+    return cuts[::-1]
 
 
 def padded_fraction(plan: Plan) -> float:

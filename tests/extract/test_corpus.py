@@ -1,0 +1,258 @@
+"""Rows of every format as tokens and masks; what is refused, and what is counted."""
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dflash_offline.common.chat import ChatOptions
+from dflash_offline.common.errors import BadInput
+from dflash_offline.common.store import LossMask, supervised
+from dflash_offline.common.target import load_tokenizer
+from dflash_offline.extract import corpus
+from dflash_offline.extract.corpus import CorpusReader
+from dflash_offline.extract.rows import Row, read_rows
+
+ASKED = {"role": "user", "content": "Hi"}
+SAID = {"role": "assistant", "content": "Hello."}
+MESSAGES = {"messages": [ASKED, SAID]}
+
+
+@pytest.fixture
+def reader(tiny_target: Path) -> CorpusReader:
+    tokenizer = load_tokenizer(tiny_target)
+    return CorpusReader(
+        tokenizer=tokenizer, options=ChatOptions(), vocab_size=len(tokenizer), max_length=64
+    )
+
+
+def rows_of(*values: dict) -> list[Row]:
+    return [
+        Row(source="set", address=f"set.jsonl row {i + 1}", number=i, values=v)
+        for i, v in enumerate(values)
+    ]
+
+
+def supervised_text(reader: CorpusReader, row: corpus.TokenRow) -> str:
+    return reader.tokenizer.decode(row.tokens[supervised(row.mask)])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        MESSAGES,
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]},
+        {"conversations": [ASKED, SAID]},
+        {"turns": ["Hi"], "answers": ["Hello."]},
+        {"prompt": [ASKED], "completion": [SAID]},
+        {
+            "messages": [
+                ASKED,
+                {"role": "assistant", "content": [{"type": "text", "text": "Hello."}]},
+            ]
+        },
+    ],
+    ids=["openai", "sharegpt", "roles", "turns", "conversational-completion", "parts"],
+)
+def test_conversations_of_every_format(reader: CorpusReader, values: dict):
+    (row,), _ = reader.convert(rows_of(values))
+    assert supervised_text(reader, row) == "Hello.<|im_end|>"
+    assert row.mask[supervised(row.mask)].tolist() == [
+        *[LossMask.ASSISTANT | LossMask.LAST_TURN] * len("Hello."),
+        LossMask.END_OF_TURN | LossMask.LAST_TURN,
+    ]
+
+
+def test_rendered_text(reader: CorpusReader):
+    text = reader.tokenizer.apply_chat_template(MESSAGES["messages"], tokenize=False)
+    (rendered, plain), _ = reader.convert(rows_of({"text": text}, MESSAGES))
+    np.testing.assert_array_equal(rendered.tokens, plain.tokens)
+    np.testing.assert_array_equal(rendered.mask, plain.mask)
+
+
+def test_completion_is_used_as_it_is(reader: CorpusReader):
+    (row,), _ = reader.convert(rows_of({"prompt": "One, two,", "completion": " three."}))
+    assert reader.tokenizer.decode(row.tokens) == "One, two, three."
+    assert reader.tokenizer.decode(row.tokens[row.mask == LossMask.OTHER]) == " three."
+
+
+def test_token_ids_are_not_touched(reader: CorpusReader):
+    """The mask of token t is stored at t: nothing is shifted here, or anywhere else."""
+    (row,), _ = reader.convert(
+        rows_of({"input_ids": [9, 8, 7, 6, 5], "loss_mask": [0, 0, 0, 1, 1]})
+    )
+    assert row.tokens.tolist() == [9, 8, 7, 6, 5]
+    assert row.mask.tolist() == [0, 0, 0, LossMask.OTHER, LossMask.OTHER]
+    assert row.tokens.dtype == np.int32
+
+
+def test_cut_answer_is_supervised_without_end_of_turn(reader: CorpusReader):
+    (row,), _ = reader.convert(rows_of({**MESSAGES, "finish_reason": "length"}))
+    assert supervised_text(reader, row) == "Hello."
+    assert reader.tokenizer.decode(row.tokens).endswith("Hello.")
+
+
+def test_ids_sources_licences(reader: CorpusReader):
+    named = {**MESSAGES, "id": "a", "source": "chat", "license": "MIT"}
+    rows, _ = reader.convert(rows_of(named, MESSAGES, {**named, "licence": "CC0"}))
+    assert [row.id for row in rows] == ["a", "set:1", "a#2"]
+    assert [row.source for row in rows] == ["chat", "set", "chat"]
+    assert [row.licence for row in rows] == ["MIT", "", "CC0"]
+    assert len({row.content_hash() for row in rows}) == 1
+    assert len({row.conversation for row in rows}) == 1
+
+
+@pytest.mark.parametrize("drop", [False, True], ids=["truncate", "skip"])
+def test_overlong_rows(reader: CorpusReader, drop: bool):
+    long = {"messages": [ASKED, {"role": "assistant", "content": "na " * 40}]}
+    reader = CorpusReader(
+        tokenizer=reader.tokenizer,
+        options=reader.options,
+        vocab_size=reader.vocab_size,
+        max_length=50,
+        drop_overlong=drop,
+    )
+    rows, report = reader.convert(rows_of(long, MESSAGES))
+    if drop:
+        assert len(rows) == 1
+        assert report.skipped == {corpus.TOO_LONG: 1}
+        assert "set.jsonl row 1" in report.examples[corpus.TOO_LONG]
+    else:
+        assert [len(row.tokens) for row in rows] == [50, len(rows[1].tokens)]
+        assert [row.is_truncated for row in rows] == [True, False]
+        assert report.num_truncated == 1
+        # Ids and mask are cut together, inside the assistant's text.
+        assert len(rows[0].mask) == 50
+        assert rows[0].mask[-1] == LossMask.ASSISTANT | LossMask.LAST_TURN
+
+
+def test_unusable_rows_are_counted(reader: CorpusReader):
+    rows, report = reader.convert(
+        rows_of(
+            MESSAGES,
+            {"turns": ["No answer"]},
+            {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 0]},
+            {"input_ids": [], "loss_mask": []},
+            {"input_ids": [1, 2], "loss_mask": [0, 0]},
+        )
+    )
+    assert len(rows) == 1
+    assert report.skipped == {corpus.NO_ASSISTANT: 1, corpus.NO_PAIR: 3}
+    assert report.num_rows == 5
+    assert "1 skipped (no assistant turn; first: set.jsonl row 2)" in report.sentence()
+
+
+def test_num_samples_counts_kept_rows(reader: CorpusReader):
+    rows, report = reader.convert(rows_of({"turns": ["?"]}, MESSAGES, MESSAGES, MESSAGES), 2)
+    assert [row.id for row in rows] == ["set:1", "set:2"]
+    assert report.num_rows == 3
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([], "no rows"),
+        ([{"turns": ["a"]}, {"turns": ["b"]}], "no assistant turn.*dflash-generate"),
+        ([{"input_ids": [1, 2], "loss_mask": [0, 0]}], "nothing to train on"),
+    ],
+    ids=["empty", "prompts-only", "zero-masks"],
+)
+def test_nothing_kept_is_an_error(reader: CorpusReader, values: list[dict], words: str):
+    with pytest.raises(BadInput, match=words):
+        reader.convert(rows_of(*values))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"messages": "Hi"}, "messages is a str"),
+        ({"messages": ["Hi"]}, r"messages\[0\] is a str"),
+        (
+            {"messages": [ASKED, {"role": "assistant", "content": 4}]},
+            r"messages\[1\].content is a int",
+        ),
+        ({"messages": [{"content": "x"}]}, r"messages\[0\].role is missing"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, r"messages\[0\].role is 'wizard'"),
+        (
+            {"conversations": [{"from": "gpt", "value": None}]},
+            r"conversations\[0\].value is missing",
+        ),
+        ({"turns": [1]}, r"turns\[0\] is a int"),
+        ({"turns": ["a"], "answers": []}, None),
+        ({"turns": ["a"], "answers": ["b", "c"]}, "answers has 2 entries"),
+        ({"prompt": 1, "completion": "x"}, "prompt is a int"),
+        ({"text": 5}, "text is a int"),
+        ({"input_ids": [1, 2]}, "without loss_mask"),
+        ({"input_ids": [1, "2"], "loss_mask": [1, 1]}, r"input_ids\[1\] is a str"),
+        ({"input_ids": [1, 2], "loss_mask": [1]}, "2 entries and loss_mask 1"),
+        ({"input_ids": [-1, 2], "loss_mask": [1, 1]}, "ids start at 0"),
+        ({"input_ids": [1, 99999], "loss_mask": [1, 1]}, "99999 is beyond"),
+        ({"question": "Hi"}, "has the columns question"),
+    ],
+)
+def test_wrong_types_name_row_and_field(reader: CorpusReader, values: dict, words: str | None):
+    rows = rows_of(MESSAGES, values)
+    if words is None:
+        assert reader.convert(rows)[1].num_kept == 1
+        return
+    with pytest.raises(BadInput, match=f"set.jsonl row 2.*{words}"):
+        reader.convert(rows)
+
+
+def write_rows(path: Path, rows: list[dict]) -> None:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".arrow":
+        table = pa.Table.from_pylist(rows)
+        new = pa.ipc.new_stream if "stream" in path.name else pa.ipc.new_file
+        with new(path, table.schema) as sink:
+            sink.write_table(table)
+    elif path.suffix == ".gz":
+        path.write_bytes(gzip.compress("".join(json.dumps(r) + "\n" for r in rows).encode()))
+    elif path.suffix == ".jsonl":
+        path.write_text("\n".join(json.dumps(r) for r in rows) + "\n\n")
+    else:
+        path.write_text(json.dumps(rows))
+
+
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.parquet", "a.arrow", "stream.arrow"]
+)
+def test_files_of_every_kind(tmp_path: Path, name: str):
+    expected = [{**MESSAGES, "id": str(i)} for i in range(3)]
+    write_rows(tmp_path / name, expected)
+    rows = list(read_rows(str(tmp_path / name)))
+    assert [row.values for row in rows] == expected
+    assert rows[1].address == f"{tmp_path / name} row 2"
+    assert rows[1].source == name.split(".")[0]
+    assert [row.values for row in read_rows(str(tmp_path))] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("missing.jsonl", None, "does not exist"),
+        ("a.txt", "x", "unknown ending"),
+        ("a.jsonl", '{"a": 1}\n{"b"\n', "line 2 is not JSON"),
+        ("b.jsonl", "[1]\n", "row 1 is a list"),
+        ("a.json", "{", "is not JSON"),
+        ("b.json", '{"a": 1}', "holds a dict"),
+        ("a.parquet", "PAR1 no", "cannot be read"),
+        ("a.jsonl.gz", "no gzip", "cannot be read"),
+    ],
+)
+def test_unreadable_files(tmp_path: Path, name: str, content: str | None, words: str):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(BadInput, match=f"--data .*{words}"):
+        list(read_rows(str(tmp_path / name)))
+
+
+def test_hub_data_without_the_package(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    with pytest.raises(BadInput, match="--data hf:a/b needs the datasets package"):
+        list(read_rows("hf:a/b"))

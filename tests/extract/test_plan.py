@@ -1,0 +1,148 @@
+"""Plans as properties: every sample once, whole, in seeded order, whatever the batches are."""
+
+import numpy as np
+import pytest
+
+from dflash_offline.common.errors import BadInput
+from dflash_offline.common.store import LossMask, Plan
+from dflash_offline.extract.corpus import CorpusReport, TokenRow
+from dflash_offline.extract.plan import (
+    PlanOptions,
+    held_out_rows,
+    make_plan,
+    padded_fraction,
+    seeded_order,
+)
+
+REPORT = CorpusReport(num_rows=0, num_kept=0, num_truncated=0, skipped={}, examples={})
+
+
+def make_rows(count: int, *, seed: int = 0, longest: int = 200) -> list[TokenRow]:
+    rng = np.random.default_rng(seed)
+    rows = []
+    for index in range(count):
+        length = int(rng.integers(1, longest + 1))
+        mask = np.full(length, LossMask.OTHER, np.uint8)
+        rows.append(
+            TokenRow(
+                id=str(index),
+                source="set",
+                licence="",
+                conversation=f"talk {index // 2}",
+                tokens=rng.integers(0, 99, length).astype(np.int32),
+                mask=mask,
+            )
+        )
+    return rows
+
+
+def plan_of(rows: list[TokenRow], **changes) -> tuple[Plan, list[int]]:
+    options = {"seed": 0, "pack_tokens": 256, "batch_tokens": 512, "holdout": 0.1, "unit_packs": 4}
+    return make_plan(rows, REPORT, PlanOptions(**{**options, **changes}))
+
+
+SIZES = pytest.mark.parametrize("count", [1, 2, 12, 33, 150])
+
+
+@SIZES
+def test_every_sample_once_and_whole(count: int):
+    rows = make_rows(count)
+    plan, order = plan_of(rows)
+    assert sorted(order) == list(range(count))
+    assert [s.id for s in plan.samples] == [rows[i].id for i in order]
+    assert [s.length for s in plan.samples] == [len(rows[i].tokens) for i in order]
+    filled: dict[int, int] = {}
+    for sample in plan.samples:
+        # Samples of a pack follow each other without a gap, and none reaches past its end.
+        assert sample.start == filled.get(sample.pack, 0)
+        filled[sample.pack] = sample.start + sample.length
+    assert sorted(filled) == list(range(plan.num_packs))
+    assert max(filled.values()) <= 256
+
+
+@SIZES
+def test_batches_cover_their_unit(count: int):
+    plan, _ = plan_of(make_rows(count))
+    for number, unit in enumerate(plan.batches):
+        packs = range(number * 4, number * 4 + 4)
+        members = [i for i, s in enumerate(plan.samples) if s.pack in packs]
+        assert sorted(i for batch in unit for i in batch) == members
+        for batch in unit:
+            lengths = [plan.samples[i].length for i in batch]
+            assert lengths == sorted(lengths, reverse=True)
+            assert len(batch) * max(lengths) <= 512
+    assert len(plan.batches) == -(-plan.num_packs // 4)
+
+
+@SIZES
+def test_held_out_packs_hold_nothing_else(count: int):
+    rows = make_rows(count)
+    plan, order = plan_of(rows)
+    kinds = {(s.pack, s.held_out) for s in plan.samples}
+    assert len(kinds) == plan.num_packs
+    held = {pack for pack, is_held in kinds if is_held}
+    assert held == set(range(plan.num_packs - plan.num_held_out_packs, plan.num_packs))
+    assert bool(held) == (count > 2)  # one conversation alone is for training
+    for talk in {row.conversation for row in rows}:
+        fates = {
+            s.held_out
+            for s, i in zip(plan.samples, order, strict=True)
+            if rows[i].conversation == talk
+        }
+        assert len(fates) == 1, "a conversation is held out whole"
+
+
+def test_order_is_a_function_of_the_seed_alone():
+    rows = make_rows(150)
+    _, order = plan_of(rows, holdout=0.0)
+    assert order == plan_of(rows, holdout=0.0)[1] != list(range(150))
+    assert order == plan_of(rows, holdout=0.0, pack_tokens=400, batch_tokens=999)[1]
+    assert order != plan_of(rows, holdout=0.0, seed=1)[1]
+    # Holding samples out leaves the order of the others as it is.
+    plan, with_held_out = plan_of(rows)
+    held = {int(s.id) for s in plan.samples if s.held_out}
+    assert [i for i in order if i not in held] == [i for i in with_held_out if i not in held]
+
+
+def test_order_is_the_same_on_every_machine():
+    """Stored plans outlive releases of numpy: the first places are written down here."""
+    assert sorted(seeded_order(1000, 3)) == list(range(1000))
+    assert seeded_order(6, 0).tolist() == [0, 2, 1, 5, 4, 3]
+
+
+def test_holdout_does_not_depend_on_other_data():
+    talks = [f"talk {i}" for i in range(2000)]
+    held = held_out_rows(talks, 0.05)
+    assert 60 < held.sum() < 140
+    np.testing.assert_array_equal(held_out_rows(talks[:500], 0.05), held[:500])
+    assert not held_out_rows(talks, 0.0).any()
+
+
+def test_some_conversation_is_held_out_of_a_small_corpus():
+    assert held_out_rows(["a", "b", "c"], 1e-9).sum() == 1
+    with pytest.raises(BadInput, match="--holdout .* every conversation"):
+        held_out_rows(["a", "b", "c"], 0.9999999)
+
+
+def test_batch_below_the_longest_sample():
+    with pytest.raises(BadInput, match="--batch-tokens 64 is below the longest sample"):
+        plan_of(make_rows(20), batch_tokens=64)
+
+
+def test_padding_is_small_on_real_lengths():
+    """Units of 16 packs waste a tenth at most where lengths vary tenfold."""
+    rng = np.random.default_rng(0)
+    rows = [
+        TokenRow(
+            id=str(i),
+            source="set",
+            licence="",
+            conversation=str(i),
+            tokens=np.zeros(int(np.clip(rng.lognormal(6.3, 0.7), 8, 4096)), np.int32),
+            mask=np.full(1, LossMask.OTHER, np.uint8),
+        )
+        for i in range(2000)
+    ]
+    plan, _ = plan_of(rows, pack_tokens=16384, batch_tokens=32768, unit_packs=16)
+    assert padded_fraction(plan) < 0.1
+    assert len(plan.batches) > 3
