@@ -5,6 +5,7 @@ Everything that can be refused is refused before the target is loaded or anythin
 
 import hashlib
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,8 +97,10 @@ def extract(config: ExtractConfig) -> None:
         return
     checks = self_check(target, planned.schema.layers, planned.tokens)
     report(checks)
-    with _open_store(config, planned, target) as store:
-        log = _log(store, config, checks)
+    with (
+        _open_store(config, planned, target) as store,
+        closing(_log(store, config, checks)) as log,
+    ):
         if config.plan_only:
             console.print(f"planned {store.plan.num_packs} packs; run again without --plan-only")
             return
@@ -108,7 +111,7 @@ def extract(config: ExtractConfig) -> None:
             calibrate(store, forward, target, seed=config.seed, batch_tokens=config.batch_tokens)
             forward.encode_with(store.calibration)
             extract_packs(store, forward, run_info=run_info(target), outcome=outcome)
-    log.write({"kind": "end", **_outcome_record(outcome)})
+        log.write({"kind": "end", **_outcome_record(outcome)})
     console.print(_end_sentence(config, store, outcome))
     _refuse_too_many_bad(config, store, outcome)
 
