@@ -29,14 +29,17 @@ from dflash_offline.common.pack_reader import read_chunks, read_flat
 from dflash_offline.common.read_cache import ReadCache
 from dflash_offline.common.store import (
     CALIBRATION_MANIFEST_KEY,
+    COMMIT,
     FEATURES,
     FINAL,
     LOSS_MASK,
+    MANIFEST_KEY,
     TARGET,
     TOKENS,
     Sample,
     Schema,
     count_plans,
+    exists,
     manifest_key,
     read_header,
     read_plan,
@@ -343,6 +346,9 @@ def open_cache(
     blobs = blobs_at(url, storage_options)
     if read_cache is not None and not isinstance(blobs, LocalBlobs):
         blobs = ReadCache(blobs, read_cache, limit_bytes=int(read_cache_gb * 1e9))
+    # The manifest closes a store's creation; without it, only records make it a damaged one.
+    if read_header(blobs) and not exists(blobs, MANIFEST_KEY) and not blobs.list(COMMIT):
+        raise MissingStore(f"{url} was not created to the end; run dflash-extract again")
     cache = Cache(blobs)
     if not cache.packs:
         raise MissingStore(f"{url} has no committed pack yet; finish dflash-extract first")

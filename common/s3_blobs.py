@@ -42,6 +42,14 @@ PART_BYTES = 32 << 20
 _CONNECTIONS = 64
 # Metadata is smaller, and shards have checksums of their own.
 _MD5_BYTES = 64 << 20
+# What a body that was damaged or cut on its way is answered with.
+_GARBLED = (
+    "BadDigest",
+    "IncompleteBody",
+    "RequestTimeout",
+    "XAmzContentChecksumMismatch",
+    "XAmzContentSHA256Mismatch",
+)
 _CONFLICTS = ("PreconditionFailed", "412", "ConditionalRequestConflict", "409")
 
 
@@ -286,6 +294,11 @@ class S3Blobs(ObjectBlobs):
             return BadInput(f"{self.url}: bucket {self._bucket} does not exist; create it first")
         if code in _CONFLICTS:
             return FileExistsError(str(problem))
+        if _is_refusal(problem):
+            return Stopped(
+                f"{self.url}: the server refuses a request ({code}: {problem}); "
+                "what is committed is safe"
+            )
         return problem
 
     def _transient(self) -> tuple[type[Exception], ...]:
@@ -305,6 +318,17 @@ def _may_match(content: bytes, tag: str) -> bool:
     if len(content) > _MD5_BYTES or not re.fullmatch(r'"?[0-9a-f]{32}"?', tag):
         return True
     return hashlib.md5(content, usedforsecurity=False).hexdigest() == tag.strip('"')
+
+
+def _is_refusal(problem: Exception) -> bool:
+    """Return whether the server will answer the same again: most of the 400s."""
+    cause = problem.__cause__
+    if not isinstance(cause, ClientError) or isinstance(
+        problem, FileNotFoundError | PermissionError
+    ):
+        return False
+    status = cause.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 500)
+    return 400 <= status < 500 and status not in (408, 429) and _code(problem) not in _GARBLED
 
 
 def _code(problem: Exception) -> str:

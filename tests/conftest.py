@@ -22,6 +22,12 @@ CHAT_TEMPLATE = (
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--kills", type=int, default=0, help="Kills of the writer for each storage in test_kills."
+    )
+
+
 @dataclass
 class Corpus:
     """Samples with random tokens and states, laid out in packs."""
