@@ -32,6 +32,7 @@ _STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
+    "axes.axisbelow": True,
     "grid.color": _INK,
     "grid.alpha": 0.12,
     "legend.frameon": False,

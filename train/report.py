@@ -30,11 +30,13 @@ class RunRecords:
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
         self.config: Record = {}
+        self.facts: Record = {}  # what the run decided or found by itself
         train: dict[int, Record] = {}
         evals: dict[int, Record] = {}
         for record in _read(self.folder / LOG_NAME):
             if record["kind"] == "run":
                 self.config = record["config"]
+                self.facts = {k: v for k, v in record.items() if k not in ("kind", "config")}
             elif record["kind"] == "train":
                 train[record["step"]] = record
             elif record["kind"] == "eval":
@@ -74,11 +76,14 @@ class RunRecords:
         return sum(values) / len(values) if values else math.nan
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds spent on each part of the work, over all records."""
+        """Return the seconds spent on each part of the work, over all records, and on the rest."""
         total: dict[str, float] = {}
         for record in self.train:
             for part, seconds in record.get("seconds", {}).items():
                 total[part] = total.get(part, 0.0) + seconds
+        rest = _number(self.train[-1].get("elapsed_s")) - sum(total.values())
+        if total and rest > 0:
+            total["other"] = rest
         return total
 
     def positions(self) -> dict[str, dict[str, float]]:
@@ -115,7 +120,7 @@ def write_report(run_dir: Path) -> Path:
         ("positions", "Acceptance by position", _positions(log)),
         ("sources", "Acceptance length by source", _sources(log)),
         ("time", "Where the time went", _time(log)),
-        ("config", "Configuration", table(("option", "value"), _config_rows(log.config))),
+        ("config", "Configuration", _configuration(log)),
     ]
     path.write_text(page(f"Training run {log.name}", sections), encoding="utf-8")
     return path
@@ -209,13 +214,27 @@ def _result_rows(log: RunRecords) -> list[tuple[str, str]]:
     return rows
 
 
-def _config_rows(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [(key, "" if value is None else _plain(value)) for key, value in config.items()]
+def _configuration(log: RunRecords) -> str:
+    """Return tables of the options and of what the run decided, one for each nested mapping."""
+    flat = {key: value for key, value in log.facts.items() if not isinstance(value, Mapping)}
+    tables = [table(("option", "value"), _rows(log.config))]
+    if flat:
+        tables.append(table(("of the run", "value"), _rows(flat)))
+    for name, nested in log.facts.items():
+        if isinstance(nested, Mapping):
+            tables.append(table((f"of the {name}", "value"), _rows(nested)))
+    return "<br>".join(tables)
+
+
+def _rows(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [(key, "" if value is None else _plain(value)) for key, value in values.items()]
 
 
 def _plain(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(_plain(each) for each in value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_plain(each)}" for key, each in value.items())
     return value if isinstance(value, str) else json.dumps(value)
 
 

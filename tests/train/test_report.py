@@ -31,7 +31,9 @@ SECTIONS = {
 
 def write_log(folder: Path, *, steps: int = 50, evals: bool = True, **changes) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    records = [{"kind": "run", "config": {"lr": 0.001, "cache": ["store <1>"], "seed": None}}]
+    config = {"lr": 0.001, "cache": ["store <1>"], "seed": None}
+    drafter = {"block_size": 4, "dflash_config": {"mask_token_id": 16}}
+    records = [{"kind": "run", "config": config, "drafter": drafter, "mask_token": "a spare row"}]
     for step in range(1, steps + 1):
         records.append(
             {
@@ -45,6 +47,7 @@ def write_log(folder: Path, *, steps: int = 50, evals: bool = True, **changes) -
                 "tokens_per_s": 1234.0,
                 "rows_per_s": 777.0,
                 "data_wait_frac": 0.03,
+                "elapsed_s": 1.25 * step,
                 "seconds": {"data": 0.1, "forward": 0.4, "backward": 0.3, "optimizer": 0.2},
             }
             | changes
@@ -133,9 +136,12 @@ def test_numbers_are_shown(page_text: str) -> None:
     assert "777" in page.text["result"]
     assert "3 %" in page.text["result"]
     assert re.search(r"chat\s*1\.25", page.text["sources"])
-    assert re.search(r"forward\s*20\s*40\.0 %", page.text["time"])
+    assert re.search(r"forward\s*20\s*32\.0 %", page.text["time"])
+    assert re.search(r"other\s*12\.5\s*20\.0 %", page.text["time"])
     assert "store <1>" in page.text["config"]
     assert "0.001" in page.text["config"]
+    assert "a spare row" in page.text["config"]
+    assert "mask_token_id 16" in page.text["config"]
 
 
 def test_page_stands_alone(page_text: str) -> None:
