@@ -7,10 +7,9 @@ already occurred in that epoch, and the sample: on nothing that has to do with m
 Letters: T context tokens of a pass, A anchors, B block size, N = A·B block rows (anchor-major).
 """
 
-import dataclasses
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -82,12 +81,16 @@ class PassTables:
 
     def to(self, device: torch.device | str) -> "PassTables":
         """Copy every tensor to `device`; from page-locked memory without a host wait."""
-        moved = {
-            field.name: getattr(self, field.name).to(device, non_blocking=True)
-            for field in dataclasses.fields(self)
-            if field.type is torch.Tensor
-        }
-        return dataclasses.replace(self, attention=self.attention.to(device), **moved)
+        moved = replace(self, attention=self.attention.to(device))
+        return moved._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> "PassTables":
+        """Copy every tensor to page-locked memory."""
+        return replace(self, attention=self.attention.pin_memory())._map(torch.Tensor.pin_memory)
+
+    def _map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "PassTables":
+        tensors = [field.name for field in fields(self) if field.type is torch.Tensor]
+        return replace(self, **{name: move(vars(self)[name]) for name in tensors})
 
 
 def candidates(supervised: np.ndarray) -> np.ndarray:
@@ -137,7 +140,11 @@ def sample_anchors(
     return np.sort(possible[order[:num_anchors]])
 
 
-def build_pass(documents: Sequence[AnchoredDocument], layout: BlockLayout) -> PassTables:
+def build_pass(
+    documents: Sequence[AnchoredDocument],
+    layout: BlockLayout,
+    table_sizes: Mapping[str, tuple[int, ...]] | None = None,
+) -> PassTables:
     """Build the tables of one pass over the anchors of several documents.
 
     The context is the documents' leading tokens up to (not including) the last anchor of each,
@@ -146,6 +153,8 @@ def build_pass(documents: Sequence[AnchoredDocument], layout: BlockLayout) -> Pa
     Args:
         documents: tokens, supervision and anchors; a document without anchors adds nothing.
         layout: block size, mask token and slot layout.
+        table_sizes: work items that the attention kernels will want, prepared here; see
+            `block_attention.table_sizes`.
 
     Returns:
         Tables on the CPU; N = B times the number of anchors.
@@ -163,7 +172,13 @@ def build_pass(documents: Sequence[AnchoredDocument], layout: BlockLayout) -> Pa
     positions_AB = anchors_A[:, None] + np.arange(size)
     return PassTables(
         layout=layout,
-        attention=build_tables(lo_A, lo_A + anchors_A, block_size=size, num_ctx=int(starts[-1])),
+        attention=build_tables(
+            lo_A,
+            lo_A + anchors_A,
+            block_size=size,
+            num_ctx=int(starts[-1]),
+            **(table_sizes or {}),
+        ),
         context_lengths=tuple(lengths),
         positions_ctx=torch.from_numpy(_joined([np.arange(n) for n in lengths])),
         positions_block=torch.from_numpy(positions_AB.reshape(-1)),

@@ -89,6 +89,7 @@ class Run:
         setup, config = self._setup, self._config
         if self._world.is_first:
             self._announce()
+        setup.warm_up()
         builder = StepBuilder(setup.caches, setup.stream_options, setup.wanted)
         stream = Stream(
             setup.order,

@@ -15,6 +15,8 @@ import torch
 from dflash_offline.common.cache import Cache
 from dflash_offline.common.errors import BadInput
 from dflash_offline.common.options import config_as_dict
+from dflash_offline.kernels import block_attention, linear_ce
+from dflash_offline.kernels.block_attention import table_sizes
 from dflash_offline.train.checkpoint import FINAL, RunState, check_learned, checkpoints, load_state
 from dflash_offline.train.config import TrainConfig
 from dflash_offline.train.distributed import World
@@ -84,6 +86,37 @@ class Setup:
             # Half the bytes to copy to a GPU; on a CPU the copy converts at once.
             dtype=torch.bfloat16 if self.device.type == "cuda" else self.dtype,
             pinned=self.device.type == "cuda",
+            table_sizes=self._table_sizes() if self.device.type == "cuda" else {},
+        )
+
+    def _table_sizes(self) -> dict[str, tuple[int, ...]]:
+        shape = self.drafter.config
+        queries = torch.empty(
+            1, shape.num_attention_heads, shape.head_dim, dtype=self.dtype, device=self.device
+        )
+        return table_sizes(
+            queries, num_kv_heads=shape.num_key_value_heads, block_size=shape.block_size
+        )
+
+    def warm_up(self) -> None:
+        """Compile every kernel of the run's shapes before the first step."""
+        if self.device.type != "cuda":
+            return
+        shape = self.drafter.config
+        kinds = {(shape.window(i), shape.layer_causal[i]) for i in range(shape.num_hidden_layers)}
+        for window, causal in kinds:
+            block_attention.warm_up(
+                num_q_heads=shape.num_attention_heads,
+                num_kv_heads=shape.num_key_value_heads,
+                head_dim=shape.head_dim,
+                block_size=shape.block_size,
+                windows=(window,),
+                causal=causal,
+                dtype=self.dtype,
+                device=self.device,
+            )
+        linear_ce.warm_up(
+            self.head.weight, chunk_rows=self.head.chunk_rows, softcap=self.head.softcap
         )
 
     def samples_of_steps(self) -> Iterator[int]:

@@ -32,8 +32,12 @@ def run_pass(
     tables = given.tables
     hidden_NH = drafter(given.features, head.embeddings(tables.block_tokens), tables)
     rows = tables.label_rows
-    labels = tables.labels[rows] if given.final is None else head.best_tokens(given.final)
-    result = head.cross_entropy(hidden_NH[rows], labels)
+    labels = (
+        tables.labels.index_select(0, rows)
+        if given.final is None
+        else head.best_tokens(given.final)
+    )
+    result = head.cross_entropy(hidden_NH.index_select(0, rows), labels)
     shape = (tables.num_anchors, tables.layout.block_size)
     first = tables.layout.first_slot
     nll_AP = scatter_rows(result.nll, rows, shape, 0.0)[:, first:]

@@ -11,8 +11,8 @@ import queue
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -47,6 +47,8 @@ class StreamOptions:
     with_final: bool = False  # also gather the final state at every labelled row
     dtype: torch.dtype = torch.bfloat16  # of the features handed over
     pinned: bool = False
+    # What `block_attention.table_sizes` says for the drafter, where kernels will read the tables.
+    table_sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +200,7 @@ def cut_into_passes(
 
 def assemble(documents: Sequence[LoadedDocument], options: StreamOptions) -> PassInput:
     """Build one pass: tables, and the context's states token-major in one buffer."""
-    tables = build_pass([each.anchored for each in documents], options.layout)
+    tables = build_pass([each.anchored for each in documents], options.layout, options.table_sizes)
     num_layers, _, hidden = documents[0].features.shape
     features = torch.empty(
         (sum(tables.context_lengths), num_layers, hidden),
@@ -211,6 +213,9 @@ def assemble(documents: Sequence[LoadedDocument], options: StreamOptions) -> Pas
         rows.copy_(document.features[:, :length].transpose(0, 1))
         start += length
     final = _final_rows(documents, tables, options.dtype) if options.with_final else None
+    if options.pinned:
+        tables = tables.pin_memory()
+        final = None if final is None else final.pin_memory()
     return PassInput(tables=tables, features=features.flatten(1), final=final)
 
 

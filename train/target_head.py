@@ -12,7 +12,7 @@ import torch
 from dflash_offline.common.cache import Cache
 from dflash_offline.kernels.linear_ce import LinearCE, linear_ce
 
-# Bytes of logits that exist at a time, where `chunk_rows` is not given.
+# About so many bytes of logits exist at a time.
 _CHUNK_BYTES = 512 << 20
 
 
@@ -25,6 +25,12 @@ class TargetHead:
     logit_scale: float = 1.0
     softcap: float | None = None
     embedding_scale: float = 1.0
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows whose logits exist at a time; changes results by rounding only."""
+        row_bytes = self.weight.shape[0] * self.weight.element_size()
+        return max(256, min(4096, _CHUNK_BYTES // row_bytes))
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> "TargetHead":
         """Return the same weights on a device, tied ones once."""
@@ -39,22 +45,20 @@ class TargetHead:
 
     def cross_entropy(self, states: torch.Tensor, labels: torch.Tensor) -> LinearCE:
         """Return `linear_ce` of states [R, H] against labels [R], logits chunk by chunk."""
-        row_bytes = self.weight.shape[0] * states.element_size()
         return linear_ce(
             states,
             self.weight,
             labels,
             logit_scale=self.logit_scale,
             softcap=self.softcap,
-            chunk_rows=max(256, min(4096, _CHUNK_BYTES // row_bytes)),
+            chunk_rows=self.chunk_rows,
         )
 
     @torch.no_grad()
     def best_tokens(self, final: torch.Tensor) -> torch.Tensor:
         """Return the target's own most likely token [R] for final states [R, H]."""
-        step = max(256, _CHUNK_BYTES // (self.weight.shape[0] * final.element_size()))
         # Scale and soft-cap are monotonic and leave the best token where it is.
-        parts = [(rows @ self.weight.T).argmax(dim=1) for rows in final.split(step)]
+        parts = [(rows @ self.weight.T).argmax(dim=1) for rows in final.split(self.chunk_rows)]
         return torch.cat(parts) if parts else final.new_empty(0, dtype=torch.int64)
 
 

@@ -1,0 +1,84 @@
+"""Training on a GPU: the same losses as on a CPU, the same bits twice, no wait inside a step."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from dflash_offline.train.distributed import World
+from dflash_offline.train.loop import train, train_step
+from dflash_offline.train.optimizer import Optimizer
+from dflash_offline.train.phase_clock import PhaseClock
+from dflash_offline.train.setup import prepare
+from dflash_offline.train.stream import StepBuilder
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture
+def gpu_config(config, small_store, tmp_path):
+    """Options whose drafter has heads of 64, which the kernels take."""
+    file = tmp_path / "draft.json"
+    file.write_text(json.dumps({"head_dim": 64}))
+
+    def make(name: str, **changes):
+        return config(small_store[0], tmp_path / name, draft_config=file, **changes)
+
+    return make
+
+
+def losses(out: Path) -> list[float]:
+    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return [record["loss"] for record in records if record["kind"] == "train"]
+
+
+def test_fp32_equals_the_cpu(gpu_config):
+    found = {}
+    for device in ("cpu", "cuda"):
+        options = gpu_config(device, device=device, dtype="float32")
+        train(options)
+        found[device] = losses(options.out)
+    assert len(found["cuda"]) == 6
+    assert found["cuda"] == pytest.approx(found["cpu"], rel=2e-3)
+
+
+@pytest.mark.parametrize("loss", ["decay", "dpace"])
+def test_bf16_gives_the_same_bits_twice(gpu_config, loss):
+    found = []
+    for name in ("one", "two"):
+        options = gpu_config(name, device="cuda", loss=loss, num_steps=12, lr=3e-3)
+        train(options)
+        found.append(losses(options.out))
+    assert found[0] == found[1]
+    assert found[0][-1] < found[0][0]
+
+
+def test_resume_in_bf16_is_bit_identical(gpu_config):
+    train(gpu_config("cut", device="cuda", num_steps=3, lr_schedule="constant", warmup=0.0))
+    train(gpu_config("full", device="cuda", lr_schedule="constant", warmup=0.0))
+    on = gpu_config("cut", device="cuda", lr_schedule="constant", warmup=0.0, resume=True)
+    train(on)
+    assert losses(on.out) == losses(gpu_config("full").out)
+
+
+def test_a_step_never_waits_for_the_device(gpu_config):
+    setup = prepare(gpu_config("run", device="cuda", rows_per_pass=64), World())
+    setup.warm_up()
+    optimizer = Optimizer(setup.drafter, weight_decay=0.0, betas=(0.9, 0.95))
+    builder = StepBuilder(setup.caches, setup.stream_options, setup.wanted)
+    draws, state = setup.order.take(setup.state.stream, 5)
+    given = builder.build(draws, state)
+    assert len(given.passes) > 1
+    clock = PhaseClock(setup.device)
+    train_step(setup, optimizer, given, lr=1e-3, clock=clock)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        train_step(setup, optimizer, given, lr=1e-3, clock=clock)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert clock.take()["backward"] > 0
