@@ -4,7 +4,7 @@ Records alone say what exists. An inner chunk must match its own checksum and th
 reader returns what was written or raises. Letters: K captured layers, T tokens, H hidden.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -163,9 +163,10 @@ class Cache:
         slots = self._slots(layers)
         parts = {}
         for pack, tokens in self._spans(indices):
-            read = self._reader(pack)
+            arrays = self.record(pack)["arrays"]
+            read = self._reader(pack, arrays)
             codes = read_encoded(read, self.schema, slots=slots, tokens=tokens)
-            parts[pack] = tokens.start, self._read_tokens(pack), codes
+            parts[pack] = tokens.start, self._read_tokens(pack, arrays), codes
         documents = []
         for index in indices:
             sample = self.plan.samples[index]
@@ -255,17 +256,14 @@ class Cache:
             for pack, some in by_pack.items()
         ]
 
-    def _reader(self, pack: int) -> ReadChunks:
-        arrays = self.record(pack)["arrays"]
-
+    def _reader(self, pack: int, arrays: Mapping[str, Any]) -> ReadChunks:
         def read(name: str, wanted: Sequence[tuple[int, np.ndarray]]) -> None:
             read_chunks(self.blobs, self.schema, name, pack, arrays[name], wanted)
 
         return read
 
-    def _read_tokens(self, pack: int) -> tuple[np.ndarray, np.ndarray]:
+    def _read_tokens(self, pack: int, arrays: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
         """Return int32 token ids and uint8 loss mask, [pack_tokens]."""
-        arrays = self.record(pack)["arrays"]
         return (
             read_flat(self.blobs, self.schema, TOKENS, pack, arrays[TOKENS]),
             read_flat(self.blobs, self.schema, LOSS_MASK, pack, arrays[LOSS_MASK]),
@@ -273,7 +271,8 @@ class Cache:
 
     def _read_pack(self, pack: int, tokens: range, slots: Sequence[int]) -> "_PackPart":
         """Read the inner chunks that cover some tokens of a pack."""
-        read = self._reader(pack)
+        stated = self.record(pack)["arrays"]
+        read = self._reader(pack, stated)
         if self.schema.is_coded:
             features, final = self._decoded(
                 read_encoded(read, self.schema, slots=slots, tokens=tokens), slots
@@ -284,7 +283,7 @@ class Cache:
             final = None
             if FINAL in arrays:
                 final = read_rows(read, arrays[FINAL], FINAL, slots=[0], tokens=tokens)[0]
-        ids, mask = self._read_tokens(pack)
+        ids, mask = self._read_tokens(pack, stated)
         return _PackPart(
             first_token=tokens.start, tokens=ids, loss_mask=mask, features=features, final=final
         )

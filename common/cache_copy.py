@@ -17,10 +17,15 @@ from dflash_offline.common.blobs import Blobs, blobs_at
 from dflash_offline.common.cache import Cache, Document, open_cache
 from dflash_offline.common.cache_cli import CopyConfig
 from dflash_offline.common.cache_verify import check_shard, find_file_problems
+from dflash_offline.common.calibration import CalibrationRows, calibration_batches
+from dflash_offline.common.calibration_file import read_codec_report
+from dflash_offline.common.codec_report import codec_report
 from dflash_offline.common.errors import BadInput, DamagedStore
 from dflash_offline.common.identity import Identity
 from dflash_offline.common.pack_index import scan_records, write_pack_index
+from dflash_offline.common.quantize import EncodedStates
 from dflash_offline.common.store import (
+    CALIBRATION_MANIFEST_KEY,
     FINAL,
     GROUP_KEY,
     TARGET,
@@ -56,6 +61,8 @@ def copy(config: CopyConfig) -> None:
 def _copy_objects(cache: Cache, destination: str) -> int:
     blobs = blobs_at(destination)
     fixed = [*cache.fixed_files(), *(manifest_key(n) for n in range(count_plans(cache.blobs)))]
+    if cache.schema.is_coded:
+        fixed.append(CALIBRATION_MANIFEST_KEY)
     _refuse_other_content(cache.blobs, blobs)
     # The root makes the destination a store that can be owned; it must be there first.
     fixed.sort(key=lambda key: key != GROUP_KEY)
@@ -122,14 +129,45 @@ def _copy_content(cache: Cache, config: CopyConfig) -> int:
         target_files=_target_files(cache),
         options={**cache.options, "copied_from": config.source},
     ) as store:
+        _calibrate(store, cache, list(itertools.chain.from_iterable(groups)))
         todo = sorted(set(range(plan.num_packs)) - store.committed)
         for pack in track(todo, "copy", transient=True):
+            if schema.is_coded and schema.codec == cache.schema.codec:
+                coded = cache.read_codes(groups[pack], layers)
+                store.commit_pack(pack, EncodedStates.joined([d.states for d in coded]))
+                continue
             documents = cache.read_many(groups[pack], layers)
             features = np.concatenate([d.features for d in documents], axis=1)
             finals = [d.final for d in documents if d.final is not None]
             has_final = FINAL in schema.state_arrays
             store.commit_pack(pack, features, np.concatenate(finals) if has_final else None)
     return plan.num_packs
+
+
+def _calibrate(store: Store, cache: Cache, sources: Sequence[int]) -> None:
+    """Take the source's calibration along with its codes, or fit one on samples of the copy.
+
+    Args:
+        sources: sample of `cache` behind each sample of `store`.
+    """
+    if not store.needs_calibration:
+        return
+    layers, codec = store.schema.layers, store.schema.codec
+    if codec == cache.schema.codec:
+        slots = [cache.schema.layers.index(layer) for layer in layers]
+        slots += range(len(cache.schema.layers), cache.schema.num_slots)
+        report = read_codec_report(cache.blobs)
+        report["layers"] = [each for each in report["layers"] if each["layer"] in layers]
+        store.write_calibration(cache.calibration.chosen(slots), report)
+        return
+    rows = CalibrationRows()
+    for batch in calibration_batches(store.plan, 0, batch_tokens=store.schema.pack_tokens):
+        for document in cache.read_many([sources[index] for index in batch], layers):
+            final = None if document.final is None else document.final_torch()
+            rows.add(document.features_torch(), final)
+    calibration = rows.fit(codec)
+    head = cache.target_tensor("lm_head") if store.schema.teacher == "final" else None
+    store.write_calibration(calibration, codec_report(rows, calibration, layers=layers, head=head))
 
 
 def _wanted_layers(cache: Cache, layers: str | None) -> tuple[int, ...]:

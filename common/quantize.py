@@ -24,6 +24,7 @@ MIN_SCALE = 2.0**-64
 LEVELS = (63 / 256, 194 / 256, 344 / 256, 551 / 256)
 THRESHOLDS = tuple((a + b) / 2 for a, b in pairwise(LEVELS))
 _MAX_CODE = {"int8": 127, "int4": 7}
+_PER_SLOT = ("mean", "reciprocal", "scale")
 # Values of a block of rows: temporaries stay in a CPU's cache, or bounded on a GPU.
 _BLOCK_VALUES = {"cpu": 1 << 17, "cuda": 1 << 26}
 
@@ -51,7 +52,12 @@ class Calibration:
 
     def to(self, device: torch.device | str) -> "Calibration":
         """Return the same on another device."""
-        parts = {name: getattr(self, name).to(device) for name in ("mean", "reciprocal", "scale")}
+        parts = {name: getattr(self, name).to(device) for name in _PER_SLOT}
+        return replace(self, **parts)
+
+    def chosen(self, slots: Sequence[int]) -> "Calibration":
+        """Return the rows of some slots."""
+        parts = {name: getattr(self, name)[list(slots)] for name in _PER_SLOT}
         return replace(self, **parts)
 
 
