@@ -261,6 +261,10 @@ class Run:
             f"{samples:,} training samples, {setup.num_steps or 'unbounded'} steps, "
             f"{setup.dtype} on {setup.device}, {self._world.size} process(es)",
         )
+        if config.num_steps is not None and config.num_epochs is not None:
+            _say(
+                f"--num-steps {config.num_steps} counts, --num-epochs {config.num_epochs} does not"
+            )
         if setup.checkpoint is not None:
             _say(f"going on from {setup.checkpoint}")
 

@@ -183,8 +183,6 @@ def _check_options(config: TrainConfig) -> None:
             f"--weight: {len(config.weight)} given for {len(config.cache)} --cache; give one for "
             "each, or none"
         )
-    if config.num_steps is not None and config.num_epochs is not None:
-        raise BadInput("--num-steps and --num-epochs are both given; give one of them")
     if config.schedule_over == "minutes" and config.max_minutes is None:
         raise BadInput("--schedule-over minutes needs --max-minutes; give it")
     bounded = config.num_steps is not None or config.num_epochs is not None

@@ -6,7 +6,7 @@ import torch
 from dflash_offline.common.errors import BadInput, MissingStore
 from dflash_offline.train.cli import main
 from dflash_offline.train.drafter import Drafter
-from dflash_offline.train.export import save_drafter
+from dflash_offline.train.export import load_drafter_config, save_drafter
 from dflash_offline.train.loop import train
 
 
@@ -37,13 +37,26 @@ REFUSED = {
     "mask": (["--mask-token-id", "97"], "--mask-token-id 97 is no row"),
     "layer": (["--layers", "2"], "--layers 2"),
     "weights": (["--weight", "1", "--weight", "2"], "--weight: 2 given for 1"),
-    "both-lengths": (["--num-epochs", "1"], "--num-steps and --num-epochs"),
     "minutes": (["--schedule-over", "minutes"], "--max-minutes"),
     "teacher": (["--labels", "teacher"], "--teacher final"),
     "where": (["--where", "length > 5000"], "--where"),
     "no-cuda": (["--device", "cuda"], "no CUDA device"),
     "init": (["--init-from", "{tmp}/nothing"], "no config.json"),
 }
+
+
+def test_a_saved_config_is_read_back(small_store, tmp_path, capsys):
+    args = ["--cache", small_store[0], "--out", str(tmp_path / "one"), "--num-epochs", "2"]
+    args += ["--draft-layers", "1", "--block-size", "4", "--mask-token-id", "96"]
+    with pytest.raises(SystemExit) as end:
+        main(args)
+    assert end.value.code == 0
+    saved = str(tmp_path / "one/config.yaml")
+    with pytest.raises(SystemExit) as end:
+        main(["--config", saved, "--out", str(tmp_path / "two"), "--num-steps", "1"])
+    assert end.value.code == 0
+    assert "--num-epochs 2.0 does not" in capsys.readouterr().err
+    assert load_drafter_config(tmp_path / "two/draft").block_size == 4
 
 
 @pytest.mark.parametrize(("extra", "words"), REFUSED.values(), ids=REFUSED)
