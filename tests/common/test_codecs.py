@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dflash_offline.common.cache import open_cache
+from dflash_offline.common.cache_cli import main as cache_command
 from dflash_offline.common.calibration import CalibrationRows, calibration_batches
 from dflash_offline.common.calibration_file import read_codec_report
 from dflash_offline.common.codec_report import codec_report
@@ -276,3 +277,33 @@ def test_sizes_of_codes():
         stored = sum(np.prod(s.shard) * np.dtype(s.dtype).itemsize for s in specs)
         assert stored / schema.pack_tokens / schema.bytes_per_token() < most
     assert json.dumps(schema.array_json(EXACT, 3))
+
+
+def copied(source: str, destination: Path, *arguments: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        cache_command(["copy", source, str(destination), *arguments])
+    assert not end.value.code
+    return str(destination)
+
+
+def test_copy_between_codecs(tmp_path, corpus_maker):
+    corpus = corpus_maker(codec="raw", teacher="final")
+    with corpus.open(tmp_path / "raw") as store:
+        corpus.commit(store)
+    coded = open_cache(copied(str(tmp_path / "raw"), tmp_path / "int4", "--codec", "int4"))
+    for index in coded.samples:
+        features, final = reference(corpus, coded.calibration, index)
+        np.testing.assert_array_equal(coded.read(index).features, bits_of(features))
+        np.testing.assert_array_equal(coded.read(index).final, bits_of(final))
+    assert read_codec_report(coded.blobs)["final"]["kl"] < 0.1
+    # The same codec again keeps the codes; none at all keeps the bytes.
+    fewer = open_cache(copied(str(tmp_path / "int4"), tmp_path / "fewer", "--layers", "3"))
+    whole = open_cache(copied(str(tmp_path / "int4"), tmp_path / "whole"))
+    back = open_cache(copied(str(tmp_path / "int4"), tmp_path / "back", "--codec", "raw"))
+    for index in coded.samples:
+        expected = coded.read(index)
+        np.testing.assert_array_equal(fewer.read(index).features[0], expected.features[1])
+        np.testing.assert_array_equal(fewer.read(index).final, expected.final)
+        for other in (whole, back):
+            np.testing.assert_array_equal(other.read(index).features, expected.features)
+    assert [each["layer"] for each in read_codec_report(fewer.blobs)["layers"]] == [3]
