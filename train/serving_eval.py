@@ -5,6 +5,7 @@ At temperature 0 every prompt is also decoded by the target alone, and the two a
 """
 
 import statistics
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -240,7 +241,8 @@ class _Evaluator:
 
     def _render(self, prompt: Prompt, answers: list[str]) -> list[int]:
         ids = render_prompt(self._tokenizer, prompt.messages(answers), self._chat)
-        room = self._target.config.max_position_embeddings
+        # Purely recurrent targets state no limit.
+        room = self._target.config.to_dict().get("max_position_embeddings") or sys.maxsize
         if len(ids) + self._config.max_new_tokens > room:
             raise BadInput(
                 f"prompt {prompt.id} has {len(ids)} tokens, and --max-new-tokens "

@@ -64,12 +64,17 @@ PROMPT = [3, 14, 15, 9, 2, 6, 5]
 BLOCK = 6
 
 
-def make_target(folder: Path, kind: str = "llama", dtype: torch.dtype = torch.float32) -> Target:
+def make_target(
+    folder: Path,
+    kind: str = "llama",
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> Target:
     name, extra = TARGETS[kind]
     config = getattr(transformers, name)(**SHAPE | extra)
     torch.manual_seed(5)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return load_target(folder, dtype=dtype, device="cpu", head=True)
+    return load_target(folder, dtype=dtype, device=device, head=True)
 
 
 @pytest.fixture(scope="module")
@@ -116,12 +121,6 @@ class ScriptedDrafter(Drafter):
         wanted = [t if i < right else (t + 1) % VOCAB for i, t in enumerate(wanted)]
         logits = torch.nn.functional.one_hot(torch.tensor([0] * first_slot + wanted), VOCAB) * 9.0
         return (logits.double() @ self._to_hidden.T).to(new_features.dtype)
-
-
-def agreement_of(target: Target, greedy, decoded, trace, comparison) -> Agreement:
-    exact = target.dtype == torch.float32
-    prompts = [comparison.finish(greedy.tokens, decoded.tokens)]
-    return Agreement(exact=exact, control=1e-3, prompts=prompts)
 
 
 @pytest.mark.parametrize("kind", TARGETS)
@@ -226,6 +225,30 @@ def test_real_drafter_runs(target: Target) -> None:
     assert decoded.target_steps == len(decoded.cycles) <= 19
     assert decoded.seconds > 0
     assert decoded.prefill_s > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device and triton")
+@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_on_a_gpu(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """The real drafter with its kernels; equal tokens in fp32, the rounding rule in bfloat16."""
+    target = make_target(tmp_path, kind, dtype, "cuda")
+    drafter = Drafter(drafter_config(head_dim=16)).initialise(0).to("cuda", dtype)
+    agreement = Agreement(exact=dtype == torch.float32)
+    for start in range(6):
+        prompt = [start, *PROMPT]
+        trace = LogitTrace()
+        greedy = decode_greedy(target, prompt, max_new_tokens=40, watch=trace.watch)
+        comparison = Comparison(trace)
+        with SpeculativeDecoder(target, drafter) as decoder:
+            decoded = decoder.decode(prompt, max_new_tokens=40, watch=comparison.watch)
+        agreement.prompts.append(comparison.finish(greedy.tokens, decoded.tokens))
+        text = torch.tensor([prompt + greedy.tokens[:-1]], device="cuda")
+        with torch.inference_mode():
+            whole = target.causal(text, use_cache=False).logits[0, len(prompt) - 1 :]
+        agreement.control = max(agreement.control, float(trace.distance(0, whole).max()))
+    assert agreement.problem() is None
 
 
 @pytest.mark.parametrize(
