@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -121,18 +122,15 @@ def test_functions_are_short(path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("safe_path", [False, True], ids=["root-on-path", "safe-path"])
 def test_root_does_not_shadow_kernels(safe_path: bool):
+    """Hugging Face's `kernels` is there when it is installed, wherever Python is started."""
     code = (
         "import transformers.integrations.hub_kernels as hub\n"
         "from transformers import Qwen3ForCausalLM\n"
-        "import importlib.util, sys\n"
-        "spec = importlib.util.find_spec('kernels')\n"
-        "print(hub.is_kernels_available(), Qwen3ForCausalLM.__name__)\n"
-        "print(sys.modules.get('kernels'))\n"
+        "print(hub.is_kernels_available())\n"
     )
     result = run_python(*(["-P"] if safe_path else []), "-c", code)
     assert result.returncode == 0, result.stderr
-    wanted = run_python("-I", "-c", code)
-    assert result.stdout.splitlines()[0] == wanted.stdout.splitlines()[0]
+    assert result.stdout.strip() == str("kernels" in packages_distributions())
 
 
 @pytest.mark.slow
