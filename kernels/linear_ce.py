@@ -26,8 +26,9 @@ from dflash_offline.kernels.logit_math import (
     cap_logits,
     cap_slope,
     dot_rows,
-    fold_min,
+    exp_scaled,
     fold_sum,
+    just_below,
     log1p,
 )
 from dflash_offline.kernels.optional_triton import tl, triton, use_triton
@@ -75,7 +76,7 @@ def _linear_ce_rows_kernel(
     """One row of raw logits to its statistics and, in place, to its gradient.
 
     Pass 1: m = max_j z_j and R = sum_{j != y} exp(z_j - m), so S = R + exp(z_y - m).
-    Pass 2: dz_j = slope_j exp(z_j - m) / S and dz_y = -slope_y R / S; rank, argmax, entropy.
+    Pass 2: dz_j = slope_j exp(z_j - m) / S and dz_y = -slope_y R / S; rank and entropy.
     With label_grad, dz_y goes there and the row has a zero in its place; with mass, sums of dz over
     TILE columns are stored; with scaled, the row goes there divided by its row_scale.
     """
@@ -83,88 +84,119 @@ def _linear_ce_rows_kernel(
     z_ptr += row * stride_z
     label = tl.load(labels_ptr + row)
     is_valid = (label >= 0) & (label < num_columns)
-    label = tl.where(is_valid, label, -1)
-    safe_label = tl.where(is_valid, label, 0)
-    raw_label = dot_rows(
-        x_ptr + row * stride_x, weight_ptr + safe_label * stride_w, hidden, BLOCK_H
-    )
-    z_label = cap_logits(raw_label, logit_scale, softcap, HAS_SOFTCAP)
-    column = label.to(tl.int32)
+    w_row = weight_ptr + tl.where(is_valid, label, 0) * stride_w
+    raw_label = dot_rows(x_ptr + row * stride_x, w_row, hidden, BLOCK_H)
+    neg_inf = float("-inf")
+    # u is a logit after the soft-cap, or a raw one whose scale is left to the exponent.
+    unit = 1.0 if HAS_SOFTCAP else logit_scale
+    u_label = cap_logits(raw_label, logit_scale, softcap) if HAS_SOFTCAP else raw_label
+    column = tl.where(is_valid, label, -1).to(tl.int32)
     offs = tl.arange(0, BLOCK_V)
     # Buffer rows are padded to 64 columns; a bound that is such a multiple keeps loads wide.
     bound = (num_columns + 63) // 64 * 64
 
-    m = tl.where(is_valid, z_label, float("-inf"))
+    # Taken out here, the label and the padding cost no comparison in the passes.
+    absent = tl.full([64], neg_inf, tl.float32).to(z_ptr.dtype.element_ty)
+    padding = bound - 64 + tl.arange(0, 64)
+    tl.store(z_ptr + padding, absent, mask=(padding >= num_columns) | (padding == column))
+    tl.store(z_ptr + tl.maximum(column, 0), neg_inf, mask=column >= 0)
+    # Other threads of the program read these columns next.
+    tl.debug_barrier()
+
+    m = tl.where(is_valid, u_label, neg_inf)
     others = 0.0
-    top_other = float("-inf")
+    top_other = neg_inf
+    top_start = 0
     for start in range(0, num_columns, BLOCK_V):
         cols = start + offs
-        raw = tl.load(z_ptr + cols, mask=cols < bound, other=0.0).to(tl.float32)
-        z = cap_logits(raw, logit_scale, softcap, HAS_SOFTCAP)
-        z = tl.where((cols < num_columns) & (cols != column), z, float("-inf"))
-        top = tl.max(z)
+        u = tl.load(z_ptr + cols, mask=cols < bound, other=neg_inf).to(tl.float32)
+        if HAS_SOFTCAP:
+            u = cap_logits(u, logit_scale, softcap)
+        top = tl.max(u)
+        top_start = tl.where(top > top_other, start, top_start)
         top_other = tl.maximum(top_other, top)
         m_new = tl.maximum(m, top)
         # A block may hold nothing but -inf, before the first finite logit.
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        others = others * tl.exp(m - m_safe) + tl.sum(tl.exp(z - m_safe))
+        m_safe = tl.where(m_new == neg_inf, 0.0, m_new)
+        others = others * exp_scaled(m - m_safe, unit) + tl.sum(exp_scaled(u - m_safe, unit))
         m = m_new
 
-    e_label = tl.where(is_valid, tl.exp(z_label - m), 0.0)
+    e_label = tl.where(is_valid, exp_scaled(u_label - m, unit), 0.0)
     total = others + e_label
     log_total = tl.log(total)
-    nll = tl.where(z_label == m, log1p(others), (m - z_label) + log_total)
+    inverse = 1.0 / total
+    nll = tl.where(u_label == m, log1p(others), (m - u_label) * unit + log_total)
     nan = float("nan")
     tl.store(nll_ptr + row, tl.where(is_valid, nll, nan))
-    tl.store(lse_ptr + row, m + log_total)
-    tl.store(label_prob_ptr + row, tl.where(is_valid, e_label / total, nan))
+    tl.store(lse_ptr + row, m * unit + log_total)
+    tl.store(label_prob_ptr + row, tl.where(is_valid, e_label * inverse, nan))
 
-    scale = tl.where(is_valid, 1.0 / total, nan)
-    inverse = 1.0 / total
+    # Only one block can hold the first largest column, and one the label's equals on both sides.
+    cols = top_start + offs
+    u = tl.load(z_ptr + cols, mask=cols < bound, other=neg_inf).to(tl.float32)
+    if HAS_SOFTCAP:
+        u = cap_logits(u, logit_scale, softcap)
+    first = tl.min(tl.where(u == top_other, cols, num_columns))
+    is_label_first = (u_label > top_other) | ((u_label == top_other) & (column < first))
+    argmax = tl.where(is_valid & is_label_first, column, first)
+    tl.store(argmax_ptr + row, tl.where(argmax < num_columns, argmax, 0).to(tl.int64))
+    label_start = tl.maximum(column, 0) // BLOCK_V * BLOCK_V
+    cols = label_start + offs
+    u = tl.load(z_ptr + cols, mask=cols < bound, other=neg_inf).to(tl.float32)
+    if HAS_SOFTCAP:
+        u = cap_logits(u, logit_scale, softcap)
+    rank = tl.sum(((u == u_label) & (cols < column)).to(tl.int32))
+
+    scale = tl.where(is_valid, inverse * logit_scale, nan)
     if row_scale_ptr is not None:
         # The largest |dz| off the label becomes 448, the largest number of float8_e4m3fn.
-        tl.store(row_scale_ptr + row, logit_scale * tl.exp(top_other - m) * scale / 448.0)
+        tl.store(row_scale_ptr + row, exp_scaled(top_other - m, unit) * scale / 448.0)
+    label_grad = -others * scale
+    if HAS_SOFTCAP:
+        label_grad *= cap_slope(raw_label, logit_scale, softcap)
     if label_grad_ptr is not None:
-        slope = cap_slope(raw_label, logit_scale, softcap, HAS_SOFTCAP)
-        tl.store(label_grad_ptr + row, -others * scale * slope)
+        tl.store(label_grad_ptr + row, label_grad)
+
+    label_spread = tl.where(is_valid, e_label * (u_label - m), 0.0)
+    below = just_below(u_label)
     ahead = tl.zeros([BLOCK_V // 8], tl.int32)
-    first = tl.full([BLOCK_V // 8], 2147483647, tl.int32)
     spread = tl.zeros([BLOCK_V // 8], tl.float32)
     for start in range(0, num_columns, BLOCK_V):
         cols = start + offs
-        raw = tl.load(z_ptr + cols, mask=cols < bound, other=0.0).to(tl.float32)
-        is_label = cols == column
-        raw = tl.where(is_label, raw_label, raw)
-        z = cap_logits(raw, logit_scale, softcap, HAS_SOFTCAP)
-        z = tl.where(cols < num_columns, z, float("-inf"))
-        first = tl.minimum(first, fold_min(tl.where(z == m, cols, 2147483647), BLOCK_V))
-        is_ahead = (z > z_label) | ((z == z_label) & (cols < column))
-        ahead += fold_sum(is_ahead.to(tl.int32), BLOCK_V)
-        shifted = z - m
-        e = tl.exp(shifted)
-        spread += fold_sum(tl.where(e > 0.0, e * shifted, 0.0), BLOCK_V)
+        raw = tl.load(z_ptr + cols, mask=cols < bound, other=neg_inf).to(tl.float32)
+        u = cap_logits(raw, logit_scale, softcap) if HAS_SOFTCAP else raw
+        # Before the label's block its equals are ahead of it; from it on they are not.
+        threshold = tl.where(start < label_start, below, u_label)
+        ahead += fold_sum((u > threshold).to(tl.int32), BLOCK_V)
+        # Bounded, so that absent columns give 0 * -1e4 and not 0 * inf.
+        shifted = tl.maximum(u - m, -1e4)
+        e = exp_scaled(shifted, unit)
+        spread += fold_sum(e * shifted, BLOCK_V)
         if WITH_GRAD:
-            slope = cap_slope(raw, logit_scale, softcap, HAS_SOFTCAP)
-            if label_grad_ptr is not None:
-                dz = tl.where(is_label, 0.0, e * scale)
-            else:
-                dz = tl.where(is_label, -others * scale, e * scale)
             if scaled_ptr is not None:
-                q = tl.where(is_label, 0.0, 448.0 * tl.exp(z - top_other) * (slope / logit_scale))
-                at = scaled_ptr + row * stride_scaled + cols
-                tl.store(at, q.to(scaled_ptr.dtype.element_ty), mask=cols < bound)
+                dz = 448.0 * exp_scaled(tl.maximum(u - top_other, -1e4), unit)
             else:
-                dz *= slope
+                dz = e * scale
+            if HAS_SOFTCAP:
+                dz *= cap_slope(raw, logit_scale, softcap)
+            if scaled_ptr is not None:
+                at = scaled_ptr + row * stride_scaled + cols
+                tl.store(at, dz.to(scaled_ptr.dtype.element_ty), mask=cols < bound)
+            else:
                 tl.store(z_ptr + cols, dz.to(z_ptr.dtype.element_ty), mask=cols < bound)
             if mass_ptr is not None:
-                mass = tl.sum(tl.reshape(dz, [BLOCK_V // TILE, TILE]), axis=1)
+                runs = tl.reshape(fold_sum(dz, BLOCK_V), [BLOCK_V // TILE, TILE // 8])
                 tiles = start // TILE + tl.arange(0, BLOCK_V // TILE)
                 at = mass_ptr + row * stride_mass + tiles
-                tl.store(at, mass.to(mass_ptr.dtype.element_ty), mask=tiles * TILE < num_columns)
-    argmax = tl.min(first)
-    tl.store(argmax_ptr + row, tl.where(argmax < num_columns, argmax, 0).to(tl.int64))
-    tl.store(rank_ptr + row, tl.where(is_valid, tl.sum(ahead), num_columns).to(tl.int64))
-    tl.store(entropy_ptr + row, log_total - tl.sum(spread) * inverse)
+                mass = tl.sum(runs, axis=1).to(mass_ptr.dtype.element_ty)
+                tl.store(at, mass, mask=tiles * TILE < num_columns)
+    rank += tl.sum(ahead)
+    tl.store(rank_ptr + row, tl.where(is_valid, rank, num_columns).to(tl.int64))
+    tl.store(entropy_ptr + row, log_total - (tl.sum(spread) + label_spread) * inverse * unit)
+    if WITH_GRAD and label_grad_ptr is None:
+        tl.debug_barrier()
+        at = z_ptr + tl.maximum(column, 0)
+        tl.store(at, label_grad.to(z_ptr.dtype.element_ty), mask=column >= 0)
 
 
 class ApartLabel(NamedTuple):

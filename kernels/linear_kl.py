@@ -10,21 +10,16 @@ V vocabulary.
 import torch
 from torch import Tensor
 
-from dflash_offline.kernels.head_rows import (
-    RowLaunch,
-    check_head,
-    check_labels,
-    empty_results,
-    scale_rows,
-)
+from dflash_offline.kernels import head_rows
+from dflash_offline.kernels.head_rows import RowLaunch, check_head, check_labels, scale_rows
 from dflash_offline.kernels.linear_kl_torch import KLOptions, torch_chunk
 from dflash_offline.kernels.logit_chunks import chunk_bounds, chunk_buffer, full_precision_sums
 from dflash_offline.kernels.logit_math import (
     cap_logits,
     cap_slope,
     dot_rows,
+    exp_scaled,
     expm1_parts,
-    fold_min,
     fold_sum,
     load_pair,
     log1p,
@@ -32,7 +27,7 @@ from dflash_offline.kernels.logit_math import (
 from dflash_offline.kernels.optional_triton import tl, triton, use_triton
 from dflash_offline.kernels.reference_loss import LinearKL
 
-# Two logits a column and six running vectors: half the columns a step of linear_ce.
+# Two logits a column and four running vectors.
 LAUNCH = RowLaunch(block_v=4096, block_h=2048, num_warps=16)
 
 
@@ -103,28 +98,43 @@ def _linear_kl_rows_kernel(
         raw_s_label = dot_rows(x_ptr + row * stride_x, w_row, hidden, BLOCK_H)
         raw_t_label = dot_rows(teacher_x_ptr + row * stride_teacher, w_row, hidden, BLOCK_H)
         raw_d_label = raw_s_label - raw_t_label
-        s_label = cap_logits(raw_t_label + raw_d_label, logit_scale, softcap, HAS_SOFTCAP)
+        s_label = (raw_t_label + raw_d_label) * logit_scale
+        if HAS_SOFTCAP:
+            s_label = cap_logits(raw_t_label + raw_d_label, logit_scale, softcap)
         s_label = tl.where(is_valid, s_label, neg_inf)
+
+    # Taken out here, the padding costs no comparison in the passes.
+    padding = bound - 64 + tl.arange(0, 64)
+    tl.store(t_ptr + padding, neg_inf, mask=padding >= num_columns)
+    tl.store(d_ptr + padding, 0.0, mask=padding >= num_columns)
+    # Other threads of the program read these columns next.
+    tl.debug_barrier()
 
     m_t = neg_inf
     m_s = s_label
+    top_s = neg_inf
+    start_t = 0
+    start_s = 0
     sum_t = 0.0
     others_s = 0.0
     weighted_d = 0.0
     for start in range(0, num_columns, BLOCK_V):
         cols = start + offs
         t, s, d, _ = load_pair(
-            t_ptr, d_ptr, cols, num_columns, bound, column, raw_t_label, raw_d_label,
+            t_ptr, d_ptr, cols, bound, column, raw_t_label, raw_d_label,
             logit_scale, softcap, HAS_SOFTCAP, HAS_LABELS,
         )  # fmt: skip
-        new_t = tl.maximum(m_t, tl.max(t))
-        safe_t = tl.where(new_t == neg_inf, 0.0, new_t)
-        sum_t = sum_t * tl.exp(m_t - safe_t) + tl.sum(tl.exp(t - safe_t))
+        top = tl.max(t)
+        start_t = tl.where(top > m_t, start, start_t)
+        new_t = tl.maximum(m_t, top)
+        sum_t = sum_t * exp_scaled(m_t - new_t, 1.0) + tl.sum(exp_scaled(t - new_t, 1.0))
         m_t = new_t
-        new_s = tl.maximum(m_s, tl.max(s))
-        safe_s = tl.where(new_s == neg_inf, 0.0, new_s)
-        shrink = tl.exp(m_s - safe_s)
-        e_s = tl.exp(s - safe_s)
+        top = tl.max(s)
+        start_s = tl.where(top > top_s, start, start_s)
+        top_s = tl.maximum(top_s, top)
+        new_s = tl.maximum(m_s, top)
+        shrink = exp_scaled(m_s - new_s, 1.0)
+        e_s = exp_scaled(s - new_s, 1.0)
         if HAS_REVERSE:
             weighted_d = weighted_d * shrink + tl.sum(e_s * d)
         if HAS_LABELS:
@@ -134,7 +144,7 @@ def _linear_kl_rows_kernel(
 
     sum_s = others_s
     if HAS_LABELS:
-        sum_s += tl.where(is_valid, tl.exp(s_label - m_s), 0.0)
+        sum_s += tl.where(is_valid, exp_scaled(s_label - m_s, 1.0), 0.0)
     c = (m_s - m_t) + tl.log(sum_s / sum_t)
     inv_t = 1.0 / sum_t
     inv_s = 1.0 / sum_s
@@ -145,30 +155,44 @@ def _linear_kl_rows_kernel(
         for start in range(0, num_columns, BLOCK_V):
             cols = start + offs
             t, s, d, _ = load_pair(
-                t_ptr, d_ptr, cols, num_columns, bound, column, raw_t_label, raw_d_label,
+                t_ptr, d_ptr, cols, bound, column, raw_t_label, raw_d_label,
                 logit_scale, softcap, HAS_SOFTCAP, HAS_LABELS,
             )  # fmt: skip
             r = d - c
-            p = tl.exp(s - m_s) * inv_s
+            p = exp_scaled(s - m_s, 1.0) * inv_s
             signed += fold_sum(tl.where(r > 0.0, p, tl.where(r < 0.0, -p, 0.0)), BLOCK_V)
         balance = tl.sum(signed)
+
+    # Only one block can hold a first largest column.
+    cols = start_t + offs
+    t, s, d, _ = load_pair(
+        t_ptr, d_ptr, cols, bound, column, raw_t_label, raw_d_label,
+        logit_scale, softcap, HAS_SOFTCAP, HAS_LABELS,
+    )  # fmt: skip
+    argmax = tl.min(tl.where(t == m_t, cols, num_columns))
+    tl.store(teacher_argmax_ptr + row, tl.where(argmax < num_columns, argmax, 0).to(tl.int64))
+    cols = start_s + offs
+    t, s, d, _ = load_pair(
+        t_ptr, d_ptr, cols, bound, column, raw_t_label, raw_d_label,
+        logit_scale, softcap, HAS_SOFTCAP, HAS_LABELS,
+    )  # fmt: skip
+    argmax = tl.min(tl.where(s == m_s, cols, num_columns))
+    tl.store(argmax_ptr + row, tl.where(argmax < num_columns, argmax, 0).to(tl.int64))
 
     kl = tl.zeros([BLOCK_V // 8], tl.float32)
     reverse = tl.zeros([BLOCK_V // 8], tl.float32)
     distance = tl.zeros([BLOCK_V // 8], tl.float32)
     spread = tl.zeros([BLOCK_V // 8], tl.float32)
-    first_s = tl.full([BLOCK_V // 8], 2147483647, tl.int32)
-    first_t = tl.full([BLOCK_V // 8], 2147483647, tl.int32)
     for start in range(0, num_columns, BLOCK_V):
         cols = start + offs
         t, s, d, raw_s = load_pair(
-            t_ptr, d_ptr, cols, num_columns, bound, column, raw_t_label, raw_d_label,
+            t_ptr, d_ptr, cols, bound, column, raw_t_label, raw_d_label,
             logit_scale, softcap, HAS_SOFTCAP, HAS_LABELS,
         )  # fmt: skip
-        first_s = tl.minimum(first_s, fold_min(tl.where(s == m_s, cols, 2147483647), BLOCK_V))
-        first_t = tl.minimum(first_t, fold_min(tl.where(t == m_t, cols, 2147483647), BLOCK_V))
-        q = tl.exp(t - m_t) * inv_t
-        p = tl.exp(s - m_s) * inv_s
+        q = exp_scaled(t - m_t, 1.0) * inv_t
+        # Bounded, so that absent columns give 0 * -1e4 and not 0 * inf.
+        shifted = tl.maximum(s - m_s, -1e4)
+        p = exp_scaled(shifted, 1.0) * inv_s
         r = d - c
         is_near = tl.abs(r) < 0.25
         e, f = expm1_parts(r)
@@ -177,7 +201,7 @@ def _linear_kl_rows_kernel(
         term = tl.where(is_near, q * (e * r - f), p * r - difference)
         reverse += fold_sum(term, BLOCK_V)
         distance += fold_sum(tl.abs(difference), BLOCK_V)
-        spread += fold_sum(tl.where(p > 0.0, p * (s - m_s), 0.0), BLOCK_V)
+        spread += fold_sum(p * shifted, BLOCK_V)
         if WITH_GRAD:
             dz = kl_weight * difference
             if HAS_REVERSE:
@@ -188,7 +212,9 @@ def _linear_kl_rows_kernel(
             if HAS_LABELS:
                 dz += ce_weight * tl.where(cols == column, -others_s * inv_s, p)
                 dz = tl.where(is_valid, dz, float("nan"))
-            dz *= cap_slope(raw_s, logit_scale, softcap, HAS_SOFTCAP)
+            dz *= logit_scale
+            if HAS_SOFTCAP:
+                dz *= cap_slope(raw_s, logit_scale, softcap)
             tl.store(d_ptr + cols, dz.to(d_ptr.dtype.element_ty), mask=cols < bound)
 
     kl_sum = tl.sum(kl)
@@ -210,10 +236,6 @@ def _linear_kl_rows_kernel(
     tl.store(tv_ptr + row, tv_sum)
     tl.store(nll_ptr + row, nll)
     tl.store(entropy_ptr + row, tl.log(sum_s) - tl.sum(spread))
-    argmax = tl.min(first_s)
-    tl.store(argmax_ptr + row, tl.where(argmax < num_columns, argmax, 0).to(tl.int64))
-    argmax = tl.min(first_t)
-    tl.store(teacher_argmax_ptr + row, tl.where(argmax < num_columns, argmax, 0).to(tl.int64))
     tl.store(teacher_prob_ptr + row, inv_t)
 
 
@@ -265,7 +287,7 @@ class _LinearKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, teacher_x, labels, options, chunk_rows, as_triton):
         num_rows, (num_columns, hidden) = x.shape[0], weight.shape
-        out = empty_results(LinearKL, x)
+        out = head_rows.empty_results(LinearKL, x)
         dx = torch.empty_like(x) if options.with_grad else None
         row_pass = _triton_chunk if as_triton else torch_chunk
         bounds = chunk_bounds(num_rows, chunk_rows)

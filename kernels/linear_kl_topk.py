@@ -17,7 +17,7 @@ from dflash_offline.kernels.head_rows import (
     scale_rows,
 )
 from dflash_offline.kernels.logit_chunks import chunk_bounds, chunk_buffer, full_precision_sums
-from dflash_offline.kernels.logit_math import cap_logits, cap_slope, fold_min
+from dflash_offline.kernels.logit_math import cap_logits, cap_slope, exp_scaled
 from dflash_offline.kernels.optional_triton import tl, triton, use_triton
 from dflash_offline.kernels.reference_loss import TAIL_FLOOR, LinearTopKKL, accumulate_dtype
 
@@ -108,26 +108,32 @@ def _linear_kl_topk_rows_kernel(
     log_q = tl.load(logprobs_ptr + row * stride_logprobs + offs_k, mask=mask_k, other=neg_inf)
     log_q = log_q.to(tl.float32)
     raw_listed = tl.load(listed_ptr + row * num_listed + offs_k, mask=mask_k, other=0.0)
-    listed = cap_logits(raw_listed, logit_scale, softcap, HAS_SOFTCAP)
+    listed = raw_listed * logit_scale
+    if HAS_SOFTCAP:
+        listed = cap_logits(raw_listed, logit_scale, softcap)
     listed = tl.where(mask_k, listed, neg_inf)
     m_listed = tl.max(listed)
     sum_listed = tl.sum(tl.exp(listed - m_listed))
 
     absent = tl.full([BLOCK_K], neg_inf, tl.float32).to(z_ptr.dtype.element_ty)
     tl.store(z_ptr + ids, absent, mask=mask_k)
+    padding = bound - 64 + tl.arange(0, 64)
+    tl.store(z_ptr + padding, neg_inf, mask=padding >= num_columns)
     # Other threads of the program read these columns next.
     tl.debug_barrier()
 
     m_tail = neg_inf
+    top_start = 0
     sum_tail = 0.0
     for start in range(0, num_columns, BLOCK_V):
         cols = start + offs
-        raw = tl.load(z_ptr + cols, mask=cols < bound, other=0.0).to(tl.float32)
-        z = cap_logits(raw, logit_scale, softcap, HAS_SOFTCAP)
-        z = tl.where((cols < num_columns) & (raw != neg_inf), z, neg_inf)
-        m_new = tl.maximum(m_tail, tl.max(z))
+        raw = tl.load(z_ptr + cols, mask=cols < bound, other=neg_inf).to(tl.float32)
+        z = cap_logits(raw, logit_scale, softcap) if HAS_SOFTCAP else raw * logit_scale
+        top = tl.max(z)
+        top_start = tl.where(top > m_tail, start, top_start)
+        m_new = tl.maximum(m_tail, top)
         m_safe = tl.where(m_new == neg_inf, 0.0, m_new)
-        sum_tail = sum_tail * tl.exp(m_tail - m_safe) + tl.sum(tl.exp(z - m_safe))
+        sum_tail = sum_tail * exp_scaled(m_tail - m_safe, 1.0) + tl.sum(exp_scaled(z - m_safe, 1.0))
         m_tail = m_new
 
     m = tl.maximum(m_listed, m_tail)
@@ -144,25 +150,31 @@ def _linear_kl_topk_rows_kernel(
     tl.store(mass_ptr + row, sum_listed * tl.exp(m_listed - lse))
     tl.store(lse_ptr + row, lse)
 
+    # Only one block can hold the first largest column off the list.
+    cols = top_start + offs
+    raw = tl.load(z_ptr + cols, mask=cols < bound, other=neg_inf).to(tl.float32)
+    z = cap_logits(raw, logit_scale, softcap) if HAS_SOFTCAP else raw * logit_scale
+    first = tl.min(tl.where((z == m) & (cols < num_columns), cols, num_columns))
+    argmax = tl.minimum(first, tl.min(tl.where(mask_k & (listed == m), ids, num_columns)))
+    tl.store(argmax_ptr + row, tl.where(argmax < num_columns, argmax, 0).to(tl.int64))
+
     # exp(z - m_tail) times this is p - p Q / P; a list of the whole vocabulary leaves no tail.
     share = tl.where(sum_tail > 0.0, q_tail / sum_tail, 0.0)
-    factor = tl.where(is_valid, tl.exp(m_tail - lse) - share, nan)
+    factor = tl.where(is_valid, (tl.exp(m_tail - lse) - share) * logit_scale, nan)
     m_safe = tl.where(m_tail == neg_inf, 0.0, m_tail)
-    first = tl.full([BLOCK_V // 8], 2147483647, tl.int32)
     for start in range(0, num_columns, BLOCK_V):
         cols = start + offs
-        raw = tl.load(z_ptr + cols, mask=cols < bound, other=0.0).to(tl.float32)
-        z = cap_logits(raw, logit_scale, softcap, HAS_SOFTCAP)
-        z = tl.where((cols < num_columns) & (raw != neg_inf), z, neg_inf)
-        first = tl.minimum(first, fold_min(tl.where(z == m, cols, 2147483647), BLOCK_V))
+        raw = tl.load(z_ptr + cols, mask=cols < bound, other=neg_inf).to(tl.float32)
+        z = cap_logits(raw, logit_scale, softcap) if HAS_SOFTCAP else raw * logit_scale
         if WITH_GRAD:
-            slope = cap_slope(raw, logit_scale, softcap, HAS_SOFTCAP)
-            dz = tl.exp(z - m_safe) * factor * slope
+            dz = exp_scaled(z - m_safe, 1.0) * factor
+            if HAS_SOFTCAP:
+                dz *= cap_slope(raw, logit_scale, softcap)
             tl.store(z_ptr + cols, dz.to(z_ptr.dtype.element_ty), mask=cols < bound)
-    argmax = tl.minimum(tl.min(first), tl.min(tl.where(mask_k & (listed == m), ids, 2147483647)))
-    tl.store(argmax_ptr + row, tl.where(argmax < num_columns, argmax, 0).to(tl.int64))
     if WITH_GRAD:
-        dz = (tl.exp(log_p) - q) * cap_slope(raw_listed, logit_scale, softcap, HAS_SOFTCAP)
+        dz = (tl.exp(log_p) - q) * logit_scale
+        if HAS_SOFTCAP:
+            dz *= cap_slope(raw_listed, logit_scale, softcap)
         dz = tl.where(is_valid, dz, nan)
         tl.debug_barrier()
         tl.store(z_ptr + ids, dz.to(z_ptr.dtype.element_ty), mask=mask_k)

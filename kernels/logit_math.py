@@ -20,28 +20,40 @@ def dot_rows(a_ptr, b_ptr, length, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def cap_logits(z, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Return softcap * tanh(logit_scale * z / softcap), or logit_scale * z."""
-    z = z * logit_scale
-    if HAS_SOFTCAP:
-        u = z / softcap
-        e = tl.exp(-2.0 * tl.abs(u))
-        t = (1.0 - e) / (1.0 + e)
-        z = softcap * tl.where(u < 0.0, -t, t)
-    return z
+def cap_logits(z, logit_scale, softcap):
+    """Return softcap * tanh(logit_scale * z / softcap); infinite logits stay infinite."""
+    u = z * logit_scale / softcap
+    e = tl.exp(-2.0 * tl.abs(u))
+    t = softcap * ((1.0 - e) / (1.0 + e))
+    t = tl.where(u < 0.0, -t, t)
+    return tl.where(u == float("-inf"), u, t)
 
 
 @triton.jit
-def cap_slope(z, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Return the derivative of cap_logits at the raw logit z.
+def cap_slope(z, logit_scale, softcap):
+    """Return the derivative of cap_logits at the raw logit z, without the factor logit_scale.
 
     4e / (1 + e)^2 with e = exp(-2|u|) is 1 - tanh(u)^2 without its cancellation.
     """
-    slope = logit_scale
-    if HAS_SOFTCAP:
-        e = tl.exp(-2.0 * tl.abs(z * logit_scale / softcap))
-        slope = logit_scale * 4.0 * e / ((1.0 + e) * (1.0 + e))
-    return slope
+    e = tl.exp(-2.0 * tl.abs(z * logit_scale / softcap))
+    return 4.0 * e / ((1.0 + e) * (1.0 + e))
+
+
+@triton.jit
+def exp_scaled(x, unit):
+    """Return exp(unit * x) by the hardware's exp2, without the care that tl.exp takes of denormals.
+
+    The constant meets unit first, so that it costs one multiplication an element.
+    """
+    return tl.exp2(x * (unit * 1.4426950408889634))
+
+
+@triton.jit
+def just_below(x):
+    """Return the next smaller number, or a tiny negative one below zero."""
+    bits = x.to(tl.int32, bitcast=True)
+    moved = tl.where(bits > 0, bits - 1, bits + 1)
+    return tl.where(x == 0.0, -1.2e-38, moved.to(tl.float32, bitcast=True))
 
 
 @triton.jit
@@ -69,17 +81,10 @@ def fold_sum(x, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def fold_min(x, BLOCK: tl.constexpr):
-    """Like fold_sum, for the least of each run."""
-    return tl.min(tl.reshape(x, [BLOCK // 8, 8]), axis=1)
-
-
-@triton.jit
 def load_pair(
     t_ptr,
     d_ptr,
     cols,
-    num_columns,
     bound,
     label,
     raw_t_label,
@@ -89,22 +94,22 @@ def load_pair(
     HAS_SOFTCAP: tl.constexpr,
     HAS_LABELS: tl.constexpr,
 ):
-    """Return teacher logits, student logits, difference and raw student logits of cols."""
-    raw_t = tl.load(t_ptr + cols, mask=cols < bound, other=0.0).to(tl.float32)
+    """Return teacher logits, student logits, difference and raw student logits of cols.
+
+    Columns that hold -inf and 0 give -inf, -inf and 0.
+    """
+    raw_t = tl.load(t_ptr + cols, mask=cols < bound, other=float("-inf")).to(tl.float32)
     raw_d = tl.load(d_ptr + cols, mask=cols < bound, other=0.0).to(tl.float32)
     if HAS_LABELS:
         raw_t = tl.where(cols == label, raw_t_label, raw_t)
         raw_d = tl.where(cols == label, raw_d_label, raw_d)
-    in_range = cols < num_columns
     raw_s = raw_t + raw_d
-    t = cap_logits(raw_t, logit_scale, softcap, HAS_SOFTCAP)
     if HAS_SOFTCAP:
-        s = cap_logits(raw_s, logit_scale, softcap, HAS_SOFTCAP)
-        d = s - t
+        t = cap_logits(raw_t, logit_scale, softcap)
+        s = cap_logits(raw_s, logit_scale, softcap)
+        d = tl.where(t == float("-inf"), 0.0, s - t)
     else:
+        t = raw_t * logit_scale
         d = raw_d * logit_scale
         s = t + d
-    d = tl.where(in_range, d, 0.0)
-    t = tl.where(in_range, t, float("-inf"))
-    s = tl.where(in_range, s, float("-inf"))
     return t, s, d, raw_s

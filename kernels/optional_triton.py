@@ -9,6 +9,7 @@ import torch
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
     HAS_TRITON = True
 except ImportError:
@@ -24,6 +25,7 @@ except ImportError:
             return fn if fn is not None else lambda kernel: kernel
 
     triton = tl = _StandIn()
+    TensorDescriptor = None
 
 
 def is_interpreted() -> bool:
