@@ -98,8 +98,9 @@ def held_out_rows(conversations: Sequence[str], fraction: float) -> np.ndarray:
     above zero and there are two.
     """
     places = {each: _place(each) for each in conversations}
-    chosen = {each for each, place in places.items() if place < fraction}
+    chosen: set[str] = set()
     if fraction > 0 and len(places) > 1:
+        chosen = {each for each, place in places.items() if place < fraction}
         chosen = chosen or {min(places, key=places.__getitem__)}
         if len(chosen) == len(places):
             raise BadInput(

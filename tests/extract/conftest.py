@@ -1,0 +1,109 @@
+"""Targets of several families with one byte tokenizer, corpora, and commands run as a shell would."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoTokenizer,
+    Gemma3TextConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+}
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {
+    "qwen3": lambda **ids: Qwen3Config(**SHAPE, **ids, tie_word_embeddings=False),
+    "llama": lambda **ids: LlamaConfig(**SHAPE, **ids, tie_word_embeddings=True),
+    "gemma3": lambda **ids: Gemma3TextConfig(
+        **SHAPE, **ids, sliding_window=8, final_logit_softcapping=5.0
+    ),
+    "qwen3-moe": lambda **ids: Qwen3MoeConfig(**SHAPE, **MOE, **ids),
+    "qwen3.5-hybrid": lambda **ids: Qwen3_5TextConfig(**SHAPE, **LINEAR, **ids),
+}
+
+
+@pytest.fixture(scope="session")
+def make_target(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory):
+    """A saved model of a family, with the tokenizer of `tiny_target`; made once."""
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            folder = tmp_path_factory.mktemp(family)
+            tokenizer = AutoTokenizer.from_pretrained(tiny_target)
+            ids = {"vocab_size": len(tokenizer), "bos_token_id": None}
+            ids |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+            config = FAMILIES[family](**ids)
+            torch.manual_seed(0)
+            MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            made[family] = folder
+        return made[family]
+
+    return make
+
+
+@pytest.fixture
+def no_template(tiny_target: Path, tmp_path: Path) -> Path:
+    """`tiny_target` without its chat template."""
+    folder = tmp_path / "no-template"
+    shutil.copytree(tiny_target, folder)
+    (folder / "chat_template.jinja").unlink()
+    return folder
+
+
+@pytest.fixture
+def write_corpus(tmp_path: Path):
+    """Write conversations of distinct lengths and contents; returns the file."""
+
+    def write(count: int, name: str = "chat.jsonl") -> Path:
+        rows = [
+            {
+                "id": f"row-{i}",
+                "messages": [
+                    {"role": "user", "content": f"Tell me about {i}."},
+                    {"role": "assistant", "content": f"{i} is " + "very " * (i * 7 % 11) + "odd."},
+                ],
+            }
+            for i in range(count)
+        ]
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def run():
+    """Call a command with arguments as a shell would and return its exit code."""
+
+    def call(command: Callable, *args: object) -> int:
+        with pytest.raises(SystemExit) as end:
+            command([str(arg) for arg in args])
+        return end.value.code or 0
+
+    return call

@@ -1,0 +1,137 @@
+"""The self-check is quiet on sound states and finds every fault that others shipped."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dflash_offline.common.errors import FoundProblems
+from dflash_offline.common.target import Target, load_target
+from dflash_offline.extract import forward as forward_module
+from dflash_offline.extract.self_check import report, self_check
+
+LAYERS = (0, 1, 4)
+
+
+def samples() -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(5, 250, length).astype(np.int32) for length in (3, 40, 17, 29, 64)]
+
+
+@pytest.fixture(params=["qwen3", "gemma3", "qwen3-moe", "qwen3.5-hybrid"])
+def target(request, make_target) -> Target:
+    folder: Path = make_target(request.param)
+    return load_target(folder, dtype=torch.float32, device="cpu", head=False)
+
+
+def test_sound_states_pass(target: Target):
+    checks = self_check(target, LAYERS, samples())
+    report(checks)
+    assert len(checks) == 2 * len(LAYERS) + 1
+    assert all(check.is_good for check in checks)
+
+
+def shift_layers(monkeypatch) -> None:
+    init = forward_module.Capture.__init__
+
+    def one_off(capture, target, layers):
+        init(capture, target, tuple(layer + 1 for layer in layers))
+
+    monkeypatch.setattr(forward_module.Capture, "__init__", one_off)
+
+
+def change_states(monkeypatch, change) -> None:
+    take = forward_module.Capture.take
+    monkeypatch.setattr(forward_module.Capture, "take", lambda self: change(take(self)))
+
+
+def swap_rows(monkeypatch) -> None:
+    change_states(monkeypatch, lambda states: [s.roll(1, dims=0) for s in states])
+
+
+def shift_positions(monkeypatch) -> None:
+    change_states(monkeypatch, lambda states: [s.roll(1, dims=1) for s in states])
+
+
+def stale_buffer(monkeypatch) -> None:
+    kept: list = []
+
+    def first_of_all(states):
+        kept.append(states)
+        return [torch.zeros_like(s) for s in states]
+
+    change_states(monkeypatch, first_of_all)
+
+
+def shifted_ids(monkeypatch) -> None:
+    pad = forward_module._right_padded
+
+    def shifted(batch):
+        ids, rows = pad(batch)
+        return ids.roll(1, dims=1), rows
+
+    monkeypatch.setattr(forward_module, "_right_padded", shifted)
+
+
+def left_padding(monkeypatch) -> None:
+    """Without a mask, and with rows taken from where they then are."""
+
+    def padded(batch):
+        width = max(map(len, batch))
+        ids = np.zeros((len(batch), width), np.int64)
+        rows = []
+        for at, sample in enumerate(batch):
+            ids[at, width - len(sample) :] = sample
+            rows.append(at * width + width - len(sample) + np.arange(len(sample)))
+        return torch.from_numpy(ids), torch.from_numpy(np.concatenate(rows))
+
+    monkeypatch.setattr(forward_module, "_right_padded", padded)
+
+
+FAULTS = [shift_layers, swap_rows, shift_positions, stale_buffer, shifted_ids, left_padding]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
+def test_fault_is_found(fault, make_target, monkeypatch, capsys):
+    target = load_target(make_target("qwen3"), dtype=torch.float32, device="cpu", head=False)
+    fault(monkeypatch)
+    with pytest.raises(FoundProblems, match="self-check failed"):
+        report(self_check(target, LAYERS, samples()))
+    assert "wrong" in capsys.readouterr().err
+
+
+def test_missing_final_norm_is_found(make_target, monkeypatch):
+    target = load_target(make_target("qwen3"), dtype=torch.float32, device="cpu", head=False)
+    forward = target.base.forward
+    seen: list[torch.Tensor] = []
+    target.final_norm.register_forward_pre_hook(lambda _m, args: seen.append(args[0]))
+
+    def without_norm(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        output.last_hidden_state = seen[-1] * 3
+        return output
+
+    with monkeypatch.context() as patch:
+        patch.setattr(target.base, "forward", without_norm)
+        patch.setattr(type(target), "own_logits", own_logits_of(make_target("qwen3")))
+        checks = self_check(target, LAYERS, samples())
+    assert [check.name for check in checks if not check.is_good] == ["log-probabilities"]
+
+
+def own_logits_of(folder: Path):
+    sound = load_target(folder, dtype=torch.float32, device="cpu", head=True)
+    logits = type(sound).own_logits
+    return lambda _target, ids: logits(sound, ids)
+
+
+def test_wrong_logit_scale_is_found(make_target):
+    import dataclasses
+
+    target = load_target(make_target("gemma3"), dtype=torch.float32, device="cpu", head=False)
+    wrong = dataclasses.replace(target, logit_softcap=None)
+    checks = self_check(wrong, LAYERS, samples())
+    assert [c.name for c in checks if not c.is_good] in (["log-probabilities"], [])
+    scaled = dataclasses.replace(target, logit_scale=0.5)
+    bad = [c.name for c in self_check(scaled, LAYERS, samples()) if not c.is_good]
+    assert bad == ["log-probabilities"]
