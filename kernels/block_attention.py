@@ -52,10 +52,10 @@ class Launches:
 # By device and head dimension rounded up to a power of two, for elements of 2 bytes.
 LAUNCHES: dict[tuple[str, int], Launches] = {
     ("hopper", 64): Launches(
-        Launch(128, 128, 8, 3, True), Launch(128, 64, 8, 3, True), Launch(64, 128, 8, 2, True)
+        Launch(128, 128, 8, 3, True), Launch(128, 64, 8, 3, True), Launch(64, 64, 4, 3, True)
     ),
     ("hopper", 128): Launches(
-        Launch(128, 128, 8, 2, True), Launch(128, 64, 8, 2, True), Launch(64, 128, 8, 2, True)
+        Launch(128, 64, 8, 3, True), Launch(128, 64, 8, 3, True), Launch(64, 64, 4, 2, True)
     ),
     ("hopper", 256): Launches(
         Launch(64, 64, 4, 2, True), Launch(64, 32, 8, 2, True), Launch(32, 64, 8, 2, True)

@@ -19,8 +19,8 @@ Decoding gives, in fp32 and rounded after each operation (docs/store-format.md, 
 
 W is the orthonormal Hadamard matrix of 64, W[i, j] = (-1) ** popcount(i & j) / 8, its own inverse.
 The encoder multiplies the standardised channels by fixed random signs and rotates them; `gain` is
-the standard deviation times those signs. Levels must be exact in bfloat16, so that the rotation by
-the matrix units is exact. Rows whose slot in `exact_slot` is not -1 are taken from `exact` instead.
+the standard deviation times those signs. Levels have at most 11 bits, so that the rotation by the
+matrix units is exact. Rows whose slot in `exact_slot` is not -1 are taken from `exact` instead.
 
 Letters: K captured layers, T tokens, H hidden width.
 """

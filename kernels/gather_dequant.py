@@ -99,9 +99,10 @@ def _decode_row(
 def _store_pairs(out_ptr, offset, pair, low, high, mask, PACKED: tl.constexpr):
     """Store pairs of channels; PACKED: as 32-bit words of two bfloat16, whose pointer is given."""
     if PACKED:
-        low = low.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
-        high = high.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
-        tl.store(out_ptr + offset // 2 + pair, (low & 65535) | (high << 16), mask=mask)
+        word = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], tl.int32, is_pure=True, pack=1
+        )
+        tl.store(out_ptr + offset // 2 + pair, word, mask=mask)
     else:
         out = out_ptr + offset + 2 * pair
         tl.store(out, low.to(out_ptr.dtype.element_ty), mask=mask)
@@ -134,12 +135,17 @@ def _gather_dequant_kernel(
         token = out_row
         if INDEXED:
             token = tl.load(row_ptr + i).to(tl.int64)
-        low, high = _decode_row(
-            value_ptr, scale_ptr, codebook_ptr, slot_ptr, exact_ptr,
-            tl.cast(layer, tl.int64) * num_tokens + token, first_group,
-            mean_low, mean_high, gain_low, gain_high, H, CODEC, EXACT, GROUPS,
-        )  # fmt: skip
-        _store_pairs(out_ptr, out_row * (K * H) + layer * H, pair, low, high, mask, PACKED)
+        row = tl.cast(layer, tl.int64) * num_tokens + token
+        offset = out_row * (K * H) + layer * H
+        if CODEC == "raw" and PACKED:
+            word = tl.load(value_ptr + row * (H // 2) + pair, mask=mask, other=0)
+            tl.store(out_ptr + offset // 2 + pair, word, mask=mask)
+        else:
+            low, high = _decode_row(
+                value_ptr, scale_ptr, codebook_ptr, slot_ptr, exact_ptr, row, first_group,
+                mean_low, mean_high, gain_low, gain_high, H, CODEC, EXACT, GROUPS,
+            )  # fmt: skip
+            _store_pairs(out_ptr, offset, pair, low, high, mask, PACKED)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])

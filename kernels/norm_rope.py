@@ -27,8 +27,8 @@ from dflash_offline.kernels.optional_triton import is_interpreted, use_triton
 # for each of an H200's 132 multiprocessors.
 NUM_PARTIALS = 528
 INTERPRETED_PARTIALS = 4
-# Elements of a program of the SwiGLU kernels: 16 for each of 256 threads.
-SWIGLU_BLOCK = 4096
+# Columns of a program of the SwiGLU kernels: 16 for each of 128 threads.
+SWIGLU_BLOCK = 2048
 MAX_WIDTH = 16384
 
 
@@ -131,20 +131,26 @@ def add_rms_norm(
     return _RmsNorm.apply(x, residual, weight, eps)
 
 
+def rotary_table(positions: Tensor, head_dim: int, theta: float = 10_000.0) -> Tensor:
+    """Return cosines, then sines of the positions' angles, float32 [N, D], for all layers."""
+    inverse = reference.inverse_frequencies(head_dim, theta, positions.device)
+    angles = positions.float()[:, None] * inverse
+    return torch.cat([angles.cos(), angles.sin()], dim=1)
+
+
 class _NormRope(torch.autograd.Function):
-    """Keeps x, weight and positions; norm and angles are computed again in backward."""
+    """Keeps x, weight and the table; the norm is computed again in backward."""
 
     @staticmethod
-    def forward(ctx, x, weight, positions, theta, eps):
+    def forward(ctx, x, weight, table, eps):
         if x.stride(2) != 1 or x.stride(1) != x.shape[2]:
             x = x.contiguous()
-        inverse = reference.inverse_frequencies(x.shape[2], theta, x.device)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        ctx.save_for_backward(x, weight, positions, inverse)
+        ctx.save_for_backward(x, weight, table)
         ctx.eps = eps
         if x.shape[0]:
             _norm_rope_fwd_kernel[(x.shape[0],)](
-                x, weight, positions, inverse, out, eps, **_NormRope._constants(x, weight)
+                x, weight, table, out, eps, **_NormRope._constants(x, weight)
             )
         return out
 
@@ -164,17 +170,17 @@ class _NormRope(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_out):
-        x, weight, positions, inverse = ctx.saved_tensors
+        x, weight, table = ctx.saved_tensors
         rows, _, dim = x.shape
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         partials = torch.empty(_num_partials(rows), dim, dtype=torch.float32, device=x.device)
         if rows:
             _norm_rope_bwd_kernel[(partials.shape[0],)](
-                x, weight, positions, inverse, d_out.contiguous(), dx, partials, rows, ctx.eps,
+                x, weight, table, d_out.contiguous(), dx, partials, rows, ctx.eps,
                 **_NormRope._constants(x, weight),
             )  # fmt: skip
         d_weight = None if weight is None else partials.sum(0).to(weight.dtype)
-        return dx, d_weight, None, None, None
+        return dx, d_weight, None, None
 
 
 def norm_rope(
@@ -184,6 +190,7 @@ def norm_rope(
     *,
     theta: float = 10_000.0,
     eps: float = 1e-6,
+    table: Tensor | None = None,
     implementation: str | None = None,
 ) -> Tensor:
     """Return rope(rms_norm(x, weight, eps), positions, theta): a head's norm and rotation at once.
@@ -193,12 +200,15 @@ def norm_rope(
         weight: [D]
         positions: integer [N]
         theta: base of the rotary frequencies.
+        eps: of the norm.
+        table: `rotary_table(positions, D, theta)`, where the caller has it for several layers.
         implementation: "reference" or "triton"; by default Triton on CUDA.
     """
     if not use_triton(x, implementation):
         return reference.norm_rope(x, weight, positions, theta=theta, eps=eps)
     _check_norm(x, weight, 512)
-    return _NormRope.apply(x, weight, positions, theta, eps)
+    table = rotary_table(positions, x.shape[2], theta) if table is None else table
+    return _NormRope.apply(x, weight, table, eps)
 
 
 def rope(
@@ -207,25 +217,29 @@ def rope(
     """Rotate the halves of every head of x [N, heads, D] by its position's angles [N]."""
     if not use_triton(x, implementation):
         return reference.rope(x, positions, theta)
-    return _NormRope.apply(x, None, positions, theta, 0.0)
+    return _NormRope.apply(x, None, rotary_table(positions, x.shape[2], theta), 0.0)
+
+
+def _swiglu_tiles(gate: Tensor) -> tuple[tuple[int, int], dict]:
+    width = gate.shape[-1]
+    block = min(SWIGLU_BLOCK, _power_of_two(width))
+    grid = (gate.numel() // width, -(-width // block))
+    return grid, {"WIDTH": width, "BLOCK": block, "num_warps": _warps(block)}
 
 
 def _swiglu_forward(gate: Tensor, up: Tensor) -> Tensor:
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if out.numel():
-        grid = (-(-out.numel() // SWIGLU_BLOCK),)
-        _swiglu_fwd_kernel[grid](gate, up, out, out.numel(), BLOCK=SWIGLU_BLOCK, num_warps=8)
+        grid, constants = _swiglu_tiles(gate)
+        _swiglu_fwd_kernel[grid](gate, up, out, **constants)
     return out
 
 
 def _swiglu_backward(gate: Tensor, up: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor]:
     d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
     if gate.numel():
-        grid = (-(-gate.numel() // SWIGLU_BLOCK),)
-        _swiglu_bwd_kernel[grid](
-            gate, up, d_out.contiguous(), d_gate, d_up, gate.numel(),
-            BLOCK=SWIGLU_BLOCK, num_warps=8,
-        )  # fmt: skip
+        grid, constants = _swiglu_tiles(gate)
+        _swiglu_bwd_kernel[grid](gate, up, d_out.contiguous(), d_gate, d_up, **constants)
     return d_gate, d_up
 
 

@@ -54,20 +54,20 @@ def _rms_norm_bwd_kernel(
 
 
 @triton.jit
-def _angles(position_ptr, inverse_ptr, row, offs, mask):
-    angle = tl.load(position_ptr + row).to(tl.float32) * tl.load(
-        inverse_ptr + offs, mask=mask, other=0.0
-    )
-    return tl.cos(angle), tl.sin(angle)
+def _cos_sin(table_ptr, row, half, mask, D: tl.constexpr):
+    """Load a row of the table [N, D]: cosines, then sines."""
+    cos = tl.load(table_ptr + row * D + half, mask=mask, other=0.0)
+    sin = tl.load(table_ptr + row * D + D // 2 + half, mask=mask, other=0.0)
+    return cos[None, :], sin[None, :]
 
 
 @triton.jit
 def _norm_rope_fwd_kernel(
-    x_ptr, w_ptr, position_ptr, inverse_ptr, out_ptr, eps,
+    x_ptr, w_ptr, table_ptr, out_ptr, eps,
     STRIDE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """out = rotate(x / rms(x) w) for all heads of one row: angles are computed once a row."""
+    """out = rotate(x / rms(x) w) for all heads of one row."""
     row = tl.cast(tl.program_id(0), tl.int64)
     half = tl.arange(0, BLOCK_HALF)
     mask_half = half < D // 2
@@ -82,8 +82,7 @@ def _norm_rope_fwd_kernel(
         b *= (
             rstd * tl.load(w_ptr + half + D // 2, mask=mask_half, other=0.0).to(tl.float32)[None, :]
         )
-    cos, sin = _angles(position_ptr, inverse_ptr, row, half, mask_half)
-    cos, sin = cos[None, :], sin[None, :]
+    cos, sin = _cos_sin(table_ptr, row, half, mask_half, D)
     out = out_ptr + row * (HEADS * D) + offs
     tl.store(out, (a * cos - b * sin).to(out_ptr.dtype.element_ty), mask=mask)
     tl.store(out + D // 2, (b * cos + a * sin).to(out_ptr.dtype.element_ty), mask=mask)
@@ -91,7 +90,7 @@ def _norm_rope_fwd_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _norm_rope_bwd_kernel(
-    x_ptr, w_ptr, position_ptr, inverse_ptr, dy_ptr, dx_ptr, partial_ptr, num_rows, eps,
+    x_ptr, w_ptr, table_ptr, dy_ptr, dx_ptr, partial_ptr, num_rows, eps,
     STRIDE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
@@ -101,12 +100,11 @@ def _norm_rope_bwd_kernel(
     heads = tl.arange(0, BLOCK_HEADS)[:, None]
     offs = heads * D + half[None, :]
     mask = (heads < HEADS) & mask_half[None, :]
-    dw_a = tl.zeros([BLOCK_HALF], tl.float32)
-    dw_b = tl.zeros([BLOCK_HALF], tl.float32)
+    dw_a = tl.zeros([BLOCK_HEADS, BLOCK_HALF], tl.float32)
+    dw_b = tl.zeros([BLOCK_HEADS, BLOCK_HALF], tl.float32)
     for i in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         row = tl.cast(i, tl.int64)
-        cos, sin = _angles(position_ptr, inverse_ptr, row, half, mask_half)
-        cos, sin = cos[None, :], sin[None, :]
+        cos, sin = _cos_sin(table_ptr, row, half, mask_half, D)
         dy = dy_ptr + row * (HEADS * D) + offs
         left = tl.load(dy, mask=mask, other=0.0).to(tl.float32)
         right = tl.load(dy + D // 2, mask=mask, other=0.0).to(tl.float32)
@@ -118,8 +116,8 @@ def _norm_rope_bwd_kernel(
             rstd = tl.rsqrt(tl.sum(a * a + b * b, 1) / D + eps)[:, None]
             a *= rstd
             b *= rstd
-            dw_a += tl.sum(ga * a, 0)
-            dw_b += tl.sum(gb * b, 0)
+            dw_a += ga * a
+            dw_b += gb * b
             ga *= tl.load(w_ptr + half, mask=mask_half, other=0.0).to(tl.float32)[None, :]
             gb *= tl.load(w_ptr + half + D // 2, mask=mask_half, other=0.0).to(tl.float32)[None, :]
             mean = (tl.sum(ga * a + gb * b, 1) / D)[:, None]
@@ -130,28 +128,30 @@ def _norm_rope_bwd_kernel(
         tl.store(dx + D // 2, gb.to(dx_ptr.dtype.element_ty), mask=mask)
     if NORM:
         partial = partial_ptr + tl.program_id(0) * D + half
-        tl.store(partial, dw_a, mask=mask_half)
-        tl.store(partial + D // 2, dw_b, mask=mask_half)
+        tl.store(partial, tl.sum(dw_a, 0), mask=mask_half)
+        tl.store(partial + D // 2, tl.sum(dw_b, 0), mask=mask_half)
 
 
-@triton.jit(do_not_specialize=["num_elements"])
-def _swiglu_fwd_kernel(gate_ptr, up_ptr, out_ptr, num_elements, BLOCK: tl.constexpr):
-    """out = gate / (1 + exp(-gate)) up"""
-    offs = tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = offs < num_elements
+@triton.jit
+def _swiglu_fwd_kernel(gate_ptr, up_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """out = gate / (1 + exp(-gate)) up. Grid (rows, column tiles)."""
+    offs_i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs_i < WIDTH
+    offs = tl.cast(tl.program_id(0), tl.int64) * WIDTH + offs_i
     gate = tl.load(gate_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     out = gate * tl.sigmoid(gate) * up
     tl.store(out_ptr + offs, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_elements"])
+@triton.jit
 def _swiglu_bwd_kernel(
-    gate_ptr, up_ptr, d_out_ptr, d_gate_ptr, d_up_ptr, num_elements, BLOCK: tl.constexpr
+    gate_ptr, up_ptr, d_out_ptr, d_gate_ptr, d_up_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
     """With s = sigmoid(gate): d_up = d_out gate s, d_gate = d_out up s (1 + gate (1 - s))."""
-    offs = tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = offs < num_elements
+    offs_i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs_i < WIDTH
+    offs = tl.cast(tl.program_id(0), tl.int64) * WIDTH + offs_i
     gate = tl.load(gate_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     d_out = tl.load(d_out_ptr + offs, mask=mask, other=0.0).to(tl.float32)
