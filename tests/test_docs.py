@@ -14,7 +14,14 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+import zarr
+
+from dflash_offline.common.cache import open_cache
+from dflash_offline.common.calibration import CalibrationRows
+from dflash_offline.common.codecs import INT_CODECS
+from dflash_offline.common.pack_arrays import as_bfloat16
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -89,12 +96,36 @@ def test_store_format_code(codec, corpus_maker, tmp_path, monkeypatch, capsys):
     with corpus.open(tmp_path / "cache") as store:
         corpus.commit(store)
     monkeypatch.chdir(tmp_path)
-    (code,) = blocks(DOCS / "store-format.md", "python")
+    code, _ = blocks(DOCS / "store-format.md", "python")
     values: dict = {}
     exec(code, values)
     last = corpus.features[-1]
     assert (values["features"].view("uint32") >> 16 == last).all()
     assert capsys.readouterr().out.splitlines()[0] == str(list(corpus.schema.layers))
+
+
+@pytest.mark.filterwarnings("ignore")  # zarr-python warns about its own future defaults
+@pytest.mark.parametrize("codec", INT_CODECS)
+def test_int_codec_code(codec, corpus_maker, tmp_path):
+    """The decoder of the page gives the bits that our own reader gives."""
+    corpus = corpus_maker(codec=codec)
+    with corpus.open(tmp_path / "cache") as store:
+        rows = CalibrationRows()
+        for features in corpus.features:
+            rows.add(as_bfloat16(features))
+        store.write_calibration(rows.fit(codec), {})
+        corpus.commit(store)
+    _, code = blocks(DOCS / "store-format.md", "python")
+    values: dict = {"np": np}
+    exec(code, values)
+    theirs = zarr.open_group(tmp_path / "cache", mode="r")
+    cache = open_cache(str(tmp_path / "cache"))
+    for document in cache.read_many(cache.samples):
+        sample = cache.plan.samples[document.index]
+        place = slice(sample.start, sample.start + sample.length)
+        for slot in range(len(cache.schema.layers)):
+            bits = values["decode"](theirs, codec, sample.pack, slot, place)
+            np.testing.assert_array_equal(bits, document.features[slot])
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.name)
