@@ -1,4 +1,4 @@
-"""Targets of several families with one byte tokenizer, corpora, and commands run as a shell would."""
+"""Targets of several families with one byte tokenizer, corpora, and commands run as by a shell."""
 
 import json
 import shutil
