@@ -159,10 +159,11 @@ def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
-def test_readme_tree_is_complete():
-    """Every module stands in the README's file tree, and nothing else does."""
-    text = (ROOT / "README.md").read_text()
-    for folder in ("common", "extract", "kernels", "train"):
-        (block,) = re.findall(rf"^{folder}/\n((?:  .*\n)+)", text, re.MULTILINE)
-        named = set(re.findall(r"^  (\w+\.py)", block, re.MULTILINE))
-        assert named == {path.name for path in (ROOT / folder).glob("*.py")}
+def test_files_page_is_complete():
+    """Every module stands on the page of files, and nothing else does."""
+    _, *sections = re.split(r"^## (\w+)$", (DOCS / "files.md").read_text(), flags=re.MULTILINE)
+    pages = dict(zip(sections[::2], sections[1::2], strict=True))
+    assert set(pages) == {"common", "extract", "kernels", "train"}
+    for folder, text in pages.items():
+        named = re.findall(r"^\| `(\w+\.py)` \|", text, re.MULTILINE)
+        assert named == sorted(path.name for path in (ROOT / folder).glob("*.py"))
