@@ -23,10 +23,43 @@ from dflash_offline.common.store import (
 if TYPE_CHECKING:
     import torch
 
-    from dflash_offline.common.quantize import EncodedStates
+    from dflash_offline.common.quantize import Calibration, EncodedStates
 
 # Fills arrays with inner chunks of one array of a pack: (array name, [(chunk number, array)]).
 ReadChunks = Callable[[str, Sequence[tuple[int, np.ndarray]]], None]
+
+
+def state_arrays(
+    schema: Schema,
+    features: "np.ndarray | EncodedStates",
+    final: np.ndarray | None,
+    *,
+    is_first: np.ndarray,
+    calibration: "Calibration | None",
+) -> dict[str, np.ndarray]:
+    """Return what is written for a pack, by array; encodes states where codes are stored.
+
+    Args:
+        features: uint16 [K, T, H], or all states as codes on the CPU.
+        final: uint16 [T, H], for stores with that teacher.
+        is_first: bool [T], position 0 of a sample.
+        calibration: of an int store.
+    """
+    if not isinstance(features, np.ndarray):
+        assert features.num_tokens == len(is_first), f"{features.num_tokens}, not {len(is_first)}"
+        return coded_arrays(schema, features)
+    states = {FEATURES: features} | ({FINAL: final} if final is not None else {})
+    for name, values in states.items():
+        assert values.shape[-2:] == (len(is_first), schema.hidden), f"{name} {values.shape}"
+    if not schema.is_coded:
+        return states
+    import torch
+
+    from dflash_offline.common.quantize import encode_states
+
+    assert calibration is not None, "write_calibration comes before the first pack"
+    tensors = as_bfloat16(features), None if final is None else as_bfloat16(final)
+    return coded_arrays(schema, encode_states(*tensors, torch.from_numpy(is_first), calibration))
 
 
 def coded_arrays(schema: Schema, encoded: "EncodedStates") -> dict[str, np.ndarray]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from dflash_offline.common import records
 from dflash_offline.common.blobs import Blobs, blobs_at, in_parallel
@@ -21,16 +20,14 @@ from dflash_offline.common.codecs import codec_named
 from dflash_offline.common.errors import BadInput
 from dflash_offline.common.identity import Identity
 from dflash_offline.common.lease import Ownership, is_owner_key, take_ownership
-from dflash_offline.common.pack_arrays import as_bfloat16, coded_arrays, inner_chunks
+from dflash_offline.common.pack_arrays import inner_chunks, state_arrays
 from dflash_offline.common.pack_index import PackIndex, read_pack_index, write_pack_index
 from dflash_offline.common.pack_reader import read_flat
-from dflash_offline.common.quantize import Calibration, EncodedStates, encode_states
+from dflash_offline.common.quantize import Calibration, EncodedStates
 from dflash_offline.common.shards import ShardWriter
 from dflash_offline.common.store import (
     CALIBRATION,
     COMMIT,
-    FEATURES,
-    FINAL,
     GROUP_KEY,
     LOGS,
     LOSS_MASK,
@@ -235,8 +232,13 @@ class Store:
             Stopped: the disk is full or read-only.
         """
         self._lock.check()
-        length = self.pack_length(pack)
-        states = self._state_arrays(pack, features, final)
+        states = state_arrays(
+            self.schema,
+            features,
+            final,
+            is_first=self.first_rows(pack),
+            calibration=self.calibration,
+        )
         assert set(states) == set(self.schema.state_arrays), f"states are {sorted(states)}"
         arrays = dict(self._token_files[pack])
         for name, values in states.items():
@@ -247,7 +249,7 @@ class Store:
         samples = np.stack([members, self._starts[members], self._lengths[members]], axis=1)
         record = records.commit_record(
             pack=pack,
-            num_tokens=length,
+            num_tokens=self.pack_length(pack),
             arrays=arrays,
             samples=samples.tolist(),
             quarantined=quarantined or {},
@@ -259,28 +261,6 @@ class Store:
         if self._commits_since_index >= _COMMITS_PER_INDEX:
             self.fold_index()
         return sum(arrays[name]["bytes"] for name in states)
-
-    def _state_arrays(
-        self, pack: int, features: np.ndarray | EncodedStates, final: np.ndarray | None
-    ) -> dict[str, np.ndarray]:
-        """Return what is written for a pack, by array; encodes states where codes are stored."""
-        length, hidden = self.pack_length(pack), self.schema.hidden
-        if isinstance(features, EncodedStates):
-            assert features.num_tokens == length, f"{features.num_tokens} tokens, not {length}"
-            return coded_arrays(self.schema, features)
-        states = {FEATURES: features} | ({FINAL: final} if final is not None else {})
-        for name, values in states.items():
-            assert values.shape[-2:] == (length, hidden), f"{name} {values.shape}"
-        if not self.schema.is_coded:
-            return states
-        assert self.calibration is not None, "write_calibration comes before the first pack"
-        encoded = encode_states(
-            as_bfloat16(features),
-            None if final is None else as_bfloat16(final),
-            torch.from_numpy(self.first_rows(pack)),
-            self.calibration,
-        )
-        return coded_arrays(self.schema, encoded)
 
     def _write_shard(
         self, name: str, pack: int, chunks: Iterable[np.ndarray | None]
