@@ -14,8 +14,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
+
+from dflash_offline.common import records
+from dflash_offline.common.store import commit_key, index_key
 
 ACCESS, SECRET, BUCKET = "test-access", "test-secret", "bucket"
 START_S = 60.0
@@ -286,6 +292,38 @@ def _flipped(content: bytes) -> bytes:
     if changed:
         changed[len(changed) // 2] ^= 1
     return bytes(changed)
+
+
+@pytest.fixture
+def store_of_many_packs(small_store: tuple[str, Any]) -> tuple[str, Any, int]:
+    """A store of 100,000 packs and 2 million samples, of which only the first pack has states."""
+    url, corpus = small_store
+    num_packs, per_pack = 100_000, 20
+    count = num_packs * per_pack
+    numbers = np.arange(count)
+    table = pa.table(
+        {
+            "id": pa.array(numbers).cast(pa.string()),
+            "source": pa.array(["many"] * count),
+            "licence": pa.array([""] * count),
+            "content_hash": pa.array(numbers).cast(pa.string()),
+            "length": np.full(count, 6),
+            "supervised": np.full(count, 5),
+            "pack": numbers // per_pack,
+            "start": 6 * (numbers % per_pack),
+            "held_out": np.zeros(count, bool),
+        }
+    )
+    root = Path(url)
+    plan_json = records.unseal((root / "plan/0/plan.json").read_bytes(), "plan.json")
+    plan_json["num_packs"] = num_packs
+    plan_json["token_files"] = plan_json["token_files"][:1] * num_packs
+    (root / "plan/0/plan.json").write_bytes(records.seal(plan_json))
+    (root / "plan/0/samples.parquet").write_bytes(records._parquet(table))
+    digest = records.sha256((root / commit_key(0)).read_bytes())
+    packs = {pack: (digest, []) for pack in range(num_packs)}
+    (root / index_key(0)).write_bytes(records.index_record(packs, complete=True, dropped={}))
+    return url, corpus, count
 
 
 @pytest.fixture

@@ -2,11 +2,15 @@
 
 import os
 import pickle
+import time
 
+import numpy as np
 import pytest
 
 from dflash_offline.common.blobs import blobs_at
+from dflash_offline.common.cache import open_cache
 from dflash_offline.common.errors import BadInput
+from dflash_offline.common.lease import is_owner_key
 from dflash_offline.common.object_blobs import ObjectBlobs
 from dflash_offline.common.s3_blobs import S3Blobs
 
@@ -154,3 +158,23 @@ def test_bad_addresses(url, options, message):
 
 def test_secrets_in_an_address_are_not_shown():
     assert blobs_at("memory://user:secret@host/path").url == "memory://host/path"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("client", CLIENTS)
+def test_opening_many_packs_is_quick(store_of_many_packs, s3_server, s3_url, client):
+    """The first sample of a store of 100,000 packs, from S3."""
+    folder, corpus, count = store_of_many_packs
+    options = (*s3_server.options, f"client={client}")
+    local, remote = blobs_at(folder), blobs_at(s3_url, options)
+    for key in local.list(""):
+        if not is_owner_key(key):
+            remote.create(key, [local.read(key)])
+    start = time.process_time()
+    cache = open_cache(s3_url, storage_options=options)
+    document = cache.read(3)
+    seconds = time.process_time() - start
+    assert len(cache.samples) == count
+    np.testing.assert_array_equal(document.features, corpus.features[0][:, 18:24])
+    # Users are promised ten seconds; CPU time, so that a busy machine passes.
+    assert seconds < 8

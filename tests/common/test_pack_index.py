@@ -5,10 +5,8 @@ import time
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
-from dflash_offline.common import records
 from dflash_offline.common.blobs import LocalBlobs
 from dflash_offline.common.cache import open_cache
 from dflash_offline.common.cache_verify import find_problems
@@ -120,34 +118,9 @@ def test_append_to_another_target_is_refused(tmp_path, corpus_maker):
 
 
 @pytest.mark.slow
-def test_opening_many_packs_is_quick(small_store):
+def test_opening_many_packs_is_quick(store_of_many_packs):
     """100,000 packs with 2 million samples open in seconds when an index is complete."""
-    url, corpus = small_store
-    num_packs, per_pack = 100_000, 20
-    count = num_packs * per_pack
-    numbers = np.arange(count)
-    table = pa.table(
-        {
-            "id": pa.array(numbers).cast(pa.string()),
-            "source": pa.array(["many"] * count),
-            "licence": pa.array([""] * count),
-            "content_hash": pa.array(numbers).cast(pa.string()),
-            "length": np.full(count, 6),
-            "supervised": np.full(count, 5),
-            "pack": numbers // per_pack,
-            "start": 6 * (numbers % per_pack),
-            "held_out": np.zeros(count, bool),
-        }
-    )
-    root = Path(url)
-    plan_json = records.unseal((root / "plan/0/plan.json").read_bytes(), "plan.json")
-    plan_json["num_packs"] = num_packs
-    plan_json["token_files"] = plan_json["token_files"][:1] * num_packs
-    (root / "plan/0/plan.json").write_bytes(records.seal(plan_json))
-    (root / "plan/0/samples.parquet").write_bytes(records._parquet(table))
-    digest = records.sha256((root / commit_key(0)).read_bytes())
-    packs = {pack: (digest, []) for pack in range(num_packs)}
-    (root / index_key(0)).write_bytes(records.index_record(packs, complete=True, dropped={}))
+    url, corpus, count = store_of_many_packs
     start = time.process_time()
     cache = open_cache(url)
     document = cache.read(3)
