@@ -4,7 +4,7 @@ Prompts are left-padded, with positions counted from each one's first token. Row
 leave the batch. Letters: B rows of the batch, T padded tokens, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +47,7 @@ def decode_batch(
     *,
     stop_ids: Sequence[int],
     sampling: Sampling,
+    watch: Callable[[int, int], None] | None = None,
 ) -> list[Decoded]:
     """Continue every prompt until a stop token or the limit.
 
@@ -56,6 +57,7 @@ def decode_batch(
         seeds: one a prompt; a row's draws depend on its seed alone, not on the batch.
         stop_ids: tokens that end an answer; left off the result.
         sampling: how tokens are chosen.
+        watch: called after every step with the steps done and the tokens written so far.
     """
     device = target.device
     ids, attention = _left_padded(prompts, device)
@@ -84,6 +86,8 @@ def decode_batch(
                 ended[row] = stops_here
                 if not stops_here:
                     new_tokens[row].append(token)
+        if watch is not None:
+            watch(step + 1, sum(map(len, new_tokens)))
         going = torch.tensor([not ended[row] for row in running.tolist()], device=device)
         if not going.any():
             break

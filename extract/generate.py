@@ -57,11 +57,16 @@ def _write(
     began, tokens, num_cut = time.monotonic(), 0, 0
     done = total - len(todo)
     with answers, ProgressLine(total, FIELDS, done=done) as progress:
-        for job in source.answer(todo):
+
+        def show(under_way: float, tokens_under_way: int) -> None:
+            written = tokens + tokens_under_way
+            speed = written / (time.monotonic() - began)
+            shown = (f"{done}/{total}", f"{written:,}", f"{speed:,.0f}", str(num_cut))
+            progress.update(done + under_way, dict(zip(FIELDS, shown, strict=True)))
+
+        for job in source.answer(todo, show):
             answers.append(job.key, job.row())
             done += 1
             tokens += job.num_tokens
             num_cut += job.finish_reason == "length"
-            speed = tokens / (time.monotonic() - began)
-            shown = (f"{done}/{total}", f"{tokens:,}", f"{speed:,.0f}", str(num_cut))
-            progress.update(done, dict(zip(FIELDS, shown, strict=True)))
+            show(0.0, 0)

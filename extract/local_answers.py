@@ -1,6 +1,6 @@
 """Answers by the target in this process, a batch of conversations at a time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -16,6 +16,9 @@ from dflash_offline.extract.batch_decode import Sampling, decode_batch
 from dflash_offline.extract.generate_config import GenerateConfig
 from dflash_offline.extract.jobs import Answer, Job
 from dflash_offline.extract.settings import default_device, resolve_dtype
+
+# Called with what a batch under way amounts to: finished answers, and tokens.
+Watch = Callable[[float, int], None]
 
 
 class LocalAnswers:
@@ -37,8 +40,12 @@ class LocalAnswers:
         self._context = getattr(text_config, "max_position_embeddings", None)
         self.identity = chat_identity(self._tokenizer, options)
 
-    def answer(self, jobs: Sequence[Job]) -> Iterator[Job]:
+    def answer(self, jobs: Sequence[Job], watch: Watch) -> Iterator[Job]:
         """Yield the jobs as they are finished, in order, batch by batch.
+
+        Args:
+            jobs: to be finished.
+            watch: called while a batch is under way.
 
         Raises:
             BadInput: a prompt and its answer exceed the target's context.
@@ -56,7 +63,7 @@ class LocalAnswers:
         for chunk in self._chunks(jobs):
             while waiting := [job for job in chunk if job.finish_reason is None]:
                 for batch in self._chunks(waiting):
-                    self._answer_once(target, batch)
+                    self._answer_once(target, batch, watch)
             yield from chunk
 
     def _chunks(self, jobs: Sequence[Job]) -> Iterator[list[Job]]:
@@ -83,18 +90,21 @@ class LocalAnswers:
             )
         return prompt
 
-    def _answer_once(self, target: Target, jobs: Sequence[Job]) -> None:
+    def _answer_once(self, target: Target, jobs: Sequence[Job], watch: Watch) -> None:
+        limit = self._config.max_new_tokens
         decoded = decode_batch(
             target,
             [self._prompt(job) for job in jobs],
             [job.seed(self._config.seed) for job in jobs],
             stop_ids=stop_token_ids(self._tokenizer, target.generation_config),
             sampling=Sampling(
-                max_new_tokens=self._config.max_new_tokens,
+                max_new_tokens=limit,
                 temperature=self._config.temperature,
                 top_p=self._config.top_p,
             ),
+            watch=lambda steps, tokens: watch(len(jobs) * steps / limit, tokens),
         )
+        watch(0.0, 0)
         for job, each in zip(jobs, decoded, strict=True):
             text = self._tokenizer.decode(each.tokens, skip_special_tokens=True)
             reason = "length" if each.is_cut else "stop"

@@ -46,7 +46,7 @@ class ServerAnswers:
             "system_prompt": options.system_prompt or "",
         }
 
-    def answer(self, jobs: Sequence[Job]) -> Iterator[Job]:
+    def answer(self, jobs: Sequence[Job], _watch: object) -> Iterator[Job]:
         """Yield the jobs as they are finished, in any order.
 
         Raises:
