@@ -1,0 +1,112 @@
+"""Records, curves and the progress line of a run."""
+
+import json
+import time
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from dflash_offline.train.phase_clock import PHASES, PhaseClock
+from dflash_offline.train.run_log import RunLog, Window
+
+
+def window_of(*steps: tuple[list[float], float]) -> Window:
+    window = Window()
+    for totals, skipped in steps:
+        window.add(
+            torch.tensor(totals, dtype=torch.float64),
+            torch.tensor(0.5),
+            torch.tensor(skipped),
+            num_tokens=100,
+            num_rows=30,
+        )
+    return window
+
+
+def test_a_window_is_the_mean_over_its_sums():
+    # Loss, weight, blocks, accepted by position: not a mean of means.
+    window = window_of(([6.0, 2.0, 4, 3, 1], 0.0), ([10.0, 6.0, 4, 3, 2], 0.0))
+    time.sleep(0.01)
+    record, skipped = window.read()
+    assert skipped == 0
+    assert record["loss"] == pytest.approx(2.0)
+    assert record["accepted_by_position"] == pytest.approx([0.75, 0.375])
+    assert record["acceptance"] == pytest.approx(2.125)
+    assert record["grad_norm"] == 0.5
+    assert record["tokens_per_s"] / record["rows_per_s"] == pytest.approx(200 / 60)
+
+
+def test_skipped_steps_are_counted_and_leave_no_trace():
+    record, skipped = window_of(([0.0] * 5, 1.0), ([4.0, 2.0, 2, 1, 0], 0.0)).read()
+    assert skipped == 1
+    assert record["loss"] == pytest.approx(2.0)
+    nothing, skipped = window_of(([0.0] * 5, 1.0)).read()
+    assert skipped == 1
+    assert nothing["acceptance"] == 1.0
+
+
+def record(step: int, loss: float) -> dict:
+    return {
+        "step": step,
+        "loss": loss,
+        "acceptance": 1.5,
+        "accepted_by_position": [0.4, 0.1],
+        "tokens_per_s": 1234.0,
+        "data_wait_frac": 0.012,
+    }
+
+
+def lines(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def test_records_and_curves(tmp_path, capsys):
+    with RunLog(tmp_path, total=2, step=0, done=0) as log:
+        log.run({"lr": 0.1}, device="cpu")
+        log.train(record(1, 3.0), done=1)
+        log.train(record(2, 2.5), done=2)
+        log.evaluation({"step": 2, "acceptance_length": 1.7, "accepted_by_position": [0.5, 0.2]})
+    assert [each["kind"] for each in lines(tmp_path)] == ["run", "train", "train", "eval"]
+    curves = EventAccumulator(str(tmp_path / "tensorboard"))
+    curves.Reload()
+    assert [event.value for event in curves.Scalars("train/loss")] == [3.0, 2.5]
+    assert [event.value for event in curves.Scalars("eval/accepted/2")] == pytest.approx([0.2])
+    shown = capsys.readouterr().err
+    assert "step 2  loss 2.500  acceptance 1.50  tok/s 1,234  data-wait 1.2%  ETA" in shown
+
+
+def test_steps_that_are_run_again_are_forgotten(tmp_path):
+    with RunLog(tmp_path, total=9, step=0, done=0) as log:
+        log.run({})
+        for step in range(1, 6):
+            log.train(record(step, float(step)), done=step)
+        log.evaluation({"step": 5, "acceptance_length": 1.0})
+    with (tmp_path / "log.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 6, "lo')
+    with RunLog(tmp_path, total=9, step=3, done=3) as log:
+        log.train(record(4, 40.0), done=4)
+    kept = [(each["kind"], each.get("step"), each.get("loss")) for each in lines(tmp_path)]
+    assert kept == [
+        ("run", None, None),
+        ("train", 1, 1.0),
+        ("train", 2, 2.0),
+        ("train", 3, 3.0),
+        ("train", 4, 40.0),
+    ]
+    with RunLog(tmp_path, total=9, step=0, done=0) as log:
+        log.run({"again": True})
+    assert [each["kind"] for each in lines(tmp_path)] == ["run"]
+
+
+def test_the_clock_gives_each_phase_its_time_once():
+    clock = PhaseClock(torch.device("cpu"))
+    with clock.phase("data"):
+        time.sleep(0.02)
+    with clock.phase("forward"):
+        pass
+    taken = clock.take()
+    assert set(taken) == set(PHASES)
+    assert taken["data"] >= 0.02
+    assert taken["forward"] < 0.02
+    assert set(clock.take().values()) == {0.0}
