@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,7 +23,6 @@ from dflash_offline.common.lease import Ownership, is_owner_key, take_ownership
 from dflash_offline.common.pack_arrays import inner_chunks, state_arrays
 from dflash_offline.common.pack_index import PackIndex, read_pack_index, write_pack_index
 from dflash_offline.common.pack_reader import read_flat
-from dflash_offline.common.quantize import Calibration, EncodedStates
 from dflash_offline.common.shards import ShardWriter
 from dflash_offline.common.store import (
     CALIBRATION,
@@ -51,6 +50,9 @@ from dflash_offline.common.store import (
 from dflash_offline.common.store_checks import has_plan, refuse_small_disk
 from dflash_offline.common.store_size import estimate_bytes
 
+if TYPE_CHECKING:
+    from dflash_offline.common.quantize import Calibration, EncodedStates
+
 _COMMITS_PER_INDEX = 1000
 
 
@@ -70,7 +72,7 @@ class Store:
         self._lengths: np.ndarray
         self._token_files: list[dict[str, Any]] = []
         self._index: PackIndex
-        self.calibration: Calibration | None = None
+        self.calibration: "Calibration | None" = None
         self._commits_since_index = 0
 
     @classmethod
@@ -187,7 +189,7 @@ class Store:
         return self.schema.is_coded and self.calibration is None
 
     def write_calibration(
-        self, calibration: Calibration, report: Mapping[str, Any] | None = None
+        self, calibration: "Calibration", report: Mapping[str, Any] | None = None
     ) -> None:
         """Write what an int store is decoded with, once; `calibration` is what was written.
 
@@ -210,7 +212,7 @@ class Store:
     def commit_pack(
         self,
         pack: int,
-        features: np.ndarray | EncodedStates,
+        features: "np.ndarray | EncodedStates",
         final: np.ndarray | None = None,
         *,
         quarantined: Mapping[int, str] | None = None,
