@@ -72,7 +72,7 @@ class Store:
         self._lengths: np.ndarray
         self._token_files: list[dict[str, Any]] = []
         self._index: PackIndex
-        self.calibration: "Calibration | None" = None
+        self.calibration: Calibration | None = None
         self._commits_since_index = 0
 
     @classmethod
