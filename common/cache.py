@@ -224,14 +224,17 @@ class Cache:
         """Return the files that no pack changes, with the SHA-256 that the manifests state.
 
         Raises:
-            DamagedStore: a manifest is not what was written.
+            DamagedStore: a manifest is missing or not what was written.
         """
         stated: dict[str, str] = {}
         for number in range(count_plans(self.blobs)):
             # A later plan's manifest holds the newer digest of what an append replaced.
             key = manifest_key(number)
             stated |= records.unseal(self.blobs.read(key), key)["files"]
-        return stated | calibration_digests(self.blobs)
+        digests = calibration_digests(self.blobs)
+        if self.schema.is_coded and not digests:
+            raise DamagedStore(f"{CALIBRATION_MANIFEST_KEY} is missing")
+        return stated | digests
 
     def _slots(self, layers: Sequence[int] | None) -> list[int]:
         stored = self.schema.layers

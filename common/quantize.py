@@ -26,7 +26,7 @@ THRESHOLDS = tuple((a + b) / 2 for a, b in pairwise(LEVELS))
 _MAX_CODE = {"int8": 127, "int4": 7}
 _PER_SLOT = ("mean", "reciprocal", "scale")
 # Values of a block of rows: temporaries stay in a CPU's cache, or bounded on a GPU.
-_BLOCK_VALUES = {"cpu": 1 << 17, "cuda": 1 << 26}
+_BLOCK_VALUES = {"cpu": 1 << 17, "cuda": 1 << 24}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -194,6 +194,9 @@ def test_damaged_calibration_is_found(tmp_path, corpus_maker, key):
     path.unlink()
     with pytest.raises(DamagedStore, match="calibration/.* is missing"):
         read_report_and_sample(url)
+    with pytest.raises(SystemExit) as end:
+        cache_command(["verify", url])
+    assert end.value.code == 1
 
 
 def test_damaged_codes_are_found(tmp_path, corpus_maker):
