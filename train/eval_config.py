@@ -63,6 +63,12 @@ class EvalConfig:
         metavar="NAME=VALUE",
     )
     system_prompt: str | None = option(help="System message for prompts that have none.")
+    storage_option: tuple[str, ...] = option(
+        help="Option for the file system of --cache, such as endpoint_url=http://host:9000.",
+        multiple=True,
+        secret=True,
+        metavar="KEY=VALUE",
+    )
     partial: bool = option(False, help="Accept a store whose extraction has not finished.")
     supervise: str = option(
         "all",

@@ -34,7 +34,7 @@ _DECODE_ONLY = (
     "trust_remote_code",
     *_CHAT,
 )
-_CACHE_ONLY = ("partial", "supervise", "max_anchors", "rows_per_pass")
+_CACHE_ONLY = ("storage_option", "partial", "supervise", "max_anchors", "rows_per_pass")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -125,7 +125,7 @@ def _dtype(config: EvalConfig) -> torch.dtype:
 
 def _from_cache(config: EvalConfig) -> dict[str, Any]:
     device, dtype = _device(config), _dtype(config)
-    cache = open_cache(config.cache, partial=config.partial)
+    cache = open_cache(config.cache, partial=config.partial, storage_options=config.storage_option)
     drafter = load_drafter(config.draft, dtype, device)
     check_same_target(drafter_identity(config.draft), cache.identity.target, where=config.cache)
     if drafter.config.hidden_size != cache.schema.hidden:
