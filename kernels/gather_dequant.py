@@ -20,6 +20,7 @@ __all__ = ["CodedStates", "gather_dequant", "gather_linear", "warm_up"]
 # Rows that a program takes one after the other, groups of 64 channels, warps: 8 channels a thread.
 # 16-byte stores of 4 words, and loads of the same 4 pairs, so nothing moves between threads.
 ROWS, GROUPS, WARPS = 16, 16, 4
+INT3_WARPS = 4
 
 
 @triton.jit
@@ -34,13 +35,14 @@ def _split_words(word):
 def _rotated_levels(ptr, codebook_ptr, group, num_groups, GROUPS: tl.constexpr):
     """Codebook levels of three bit planes, rotated by the Hadamard matrix: [GROUPS, 32] twice."""
     channel = tl.arange(0, 64)
+    eight = tl.arange(0, 8)
     mask = (group < num_groups)[:, None]
-    byte = group[:, None] * 24 + (channel // 8)[None, :]
-    code = tl.zeros([GROUPS, 64], tl.int32)
+    code = tl.zeros([GROUPS, 8, 8], tl.int32)
     for plane in tl.static_range(3):
-        packed = tl.load(ptr + byte + 8 * plane, mask=mask, other=0).to(tl.int32)
-        code += ((packed >> (channel % 8)[None, :]) & 1) << plane
-    level = tl.load(codebook_ptr + code)
+        byte = group[:, None] * 24 + eight[None, :] + 8 * plane
+        packed = tl.load(ptr + byte, mask=mask, other=0).to(tl.int32)
+        code += ((packed[:, :, None] >> eight[None, None, :]) & 1) << plane
+    level = tl.load(codebook_ptr + tl.reshape(code, [GROUPS, 64]))
     shared = channel[:, None] & channel[None, :]
     shared ^= shared >> 4
     shared ^= shared >> 2
@@ -60,35 +62,50 @@ def _channel_pairs(ptr, pair, mask):
 
 
 @triton.jit
+def _load_row(
+    value_ptr, scale_ptr, slot_ptr, row_ptr, i, base, group, pair, mask,
+    H: tl.constexpr, CODEC: tl.constexpr, EXACT: tl.constexpr, INDEXED: tl.constexpr,
+):  # fmt: skip
+    """Load what row i of the result is made from: its place, words of codes, scale, exact slot."""
+    row = base + i
+    if INDEXED:
+        row = base + tl.load(row_ptr + i).to(tl.int64)
+    word = 0
+    scale = 0.0
+    slot = -1
+    if CODEC != "int3":
+        word = tl.load(value_ptr + row * (H // 2) + pair, mask=mask, other=0).to(tl.int32)
+    if CODEC == "int4":
+        scales = scale_ptr + row * (H // 64) + group
+        scale = tl.load(scales, mask=group < H // 64, other=0.0).to(tl.float32)[:, None]
+    elif CODEC != "raw":
+        scale = tl.load(scale_ptr + row).to(tl.float32)
+    if EXACT:
+        slot = tl.load(slot_ptr + row)
+    return row, word, scale, slot
+
+
+@triton.jit
 def _decode_row(
-    value_ptr, scale_ptr, codebook_ptr, slot_ptr, exact_ptr, row, first_group,
+    value_ptr, codebook_ptr, exact_ptr, row, word, scale, slot, group, pair, mask,
     mean_low, mean_high, gain_low, gain_high,
     H: tl.constexpr, CODEC: tl.constexpr, EXACT: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Decode 64 * GROUPS channels of one token of one layer, as pairs [GROUPS, 32] in float32."""
-    group = first_group + tl.arange(0, GROUPS)
-    pair = group[:, None] * 32 + tl.arange(0, 32)[None, :]
-    mask = pair < H // 2
     if CODEC == "raw":
-        low, high = _split_words(tl.load(value_ptr + row * (H // 2) + pair, mask=mask, other=0))
+        low, high = _split_words(word)
     else:
         if CODEC == "int8":
-            word = tl.load(value_ptr + row * (H // 2) + pair, mask=mask, other=0).to(tl.int32)
             low, high = ((word << 24) >> 24).to(tl.float32), (word >> 8).to(tl.float32)
-            scale = tl.load(scale_ptr + row).to(tl.float32)
         elif CODEC == "int4":
-            word = tl.load(value_ptr + row * (H // 2) + pair, mask=mask, other=0).to(tl.int32)
             low, high = ((word & 15) - 8).to(tl.float32), ((word >> 4) - 8).to(tl.float32)
-            scales = scale_ptr + row * (H // 64) + group
-            scale = tl.load(scales, mask=group < H // 64, other=0.0).to(tl.float32)[:, None]
         else:
             codes = value_ptr + row * (H // 64 * 24)
             low, high = _rotated_levels(codes, codebook_ptr, group, H // 64, GROUPS)
-            scale = tl.load(scale_ptr + row).to(tl.float32)
         low = mean_low + gain_low * (scale * low)
         high = mean_high + gain_high * (scale * high)
-        if EXACT:
-            slot = tl.load(slot_ptr + row)
+        # The outer condition is decided at compile time.
+        if EXACT:  # noqa: SIM102
             if slot >= 0:
                 exact = exact_ptr + tl.cast(slot, tl.int64) * (H // 2)
                 low, high = _split_words(tl.load(exact + pair, mask=mask, other=0))
@@ -109,85 +126,68 @@ def _store_pairs(out_ptr, offset, pair, low, high, mask, PACKED: tl.constexpr):
         tl.store(out + 1, high.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "stride_w"])
 def _gather_dequant_kernel(
-    value_ptr, scale_ptr, mean_ptr, gain_ptr, codebook_ptr, slot_ptr, exact_ptr, row_ptr, out_ptr,
-    num_rows, num_tokens,
+    value_ptr, scale_ptr, mean_ptr, gain_ptr, codebook_ptr, slot_ptr, exact_ptr, row_ptr, w_ptr,
+    out_ptr, num_rows, num_tokens, stride_w, eps,
     K: tl.constexpr, H: tl.constexpr, CODEC: tl.constexpr, EXACT: tl.constexpr,
-    INDEXED: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
+    INDEXED: tl.constexpr, NORM: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """out[r, layer H + h] = decoded states[layer, rows[r], h]; means and gains stay in registers.
+    """out[r, layer H + h] = decoded states[layer, rows[r], h], over its rms and times w if NORM.
 
-    Grid (row tiles, K * channel tiles).
+    Grid (row tiles, K * channel tiles); with NORM a tile is a whole row of a layer. Means, gains
+    and w stay in registers; the next row's codes are on their way while one is decoded.
     """
     TILES: tl.constexpr = (H + GROUPS * 64 - 1) // (GROUPS * 64)
     layer = tl.program_id(1) // TILES
-    first_group = tl.program_id(1) % TILES * GROUPS
-    pair = (first_group + tl.arange(0, GROUPS))[:, None] * 32 + tl.arange(0, 32)[None, :]
+    group = tl.program_id(1) % TILES * GROUPS + tl.arange(0, GROUPS)
+    pair = group[:, None] * 32 + tl.arange(0, 32)[None, :]
     mask = pair < H // 2
-    mean_low, mean_high, gain_low, gain_high = 0.0, 0.0, 0.0, 0.0
+    mean_low, mean_high, gain_low, gain_high, w_low, w_high = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     if CODEC != "raw":
         mean_low, mean_high = _channel_pairs(mean_ptr + layer * H, pair, mask)
         gain_low, gain_high = _channel_pairs(gain_ptr + layer * H, pair, mask)
+    if NORM:
+        w_low, w_high = _channel_pairs(w_ptr + layer * stride_w, pair, mask)
+    base = tl.cast(layer, tl.int64) * num_tokens
     start = tl.program_id(0) * ROWS
-    for i in range(start, tl.minimum(start + ROWS, num_rows)):
-        out_row = tl.cast(i, tl.int64)
-        token = out_row
-        if INDEXED:
-            token = tl.load(row_ptr + i).to(tl.int64)
-        row = tl.cast(layer, tl.int64) * num_tokens + token
-        offset = out_row * (K * H) + layer * H
-        if CODEC == "raw" and PACKED:
-            word = tl.load(value_ptr + row * (H // 2) + pair, mask=mask, other=0)
+    end = tl.minimum(start + ROWS, num_rows)
+    row, word, scale, slot = _load_row(
+        value_ptr, scale_ptr, slot_ptr, row_ptr, start, base, group, pair, mask,
+        H, CODEC, EXACT, INDEXED,
+    )  # fmt: skip
+    for i in range(start, end):
+        next_row, next_word, next_scale, next_slot = _load_row(
+            value_ptr, scale_ptr, slot_ptr, row_ptr, tl.minimum(i + 1, end - 1), base, group, pair,
+            mask, H, CODEC, EXACT, INDEXED,
+        )  # fmt: skip
+        offset = tl.cast(i, tl.int64) * (K * H) + layer * H
+        if CODEC == "raw" and PACKED and not NORM:
             tl.store(out_ptr + offset // 2 + pair, word, mask=mask)
         else:
             low, high = _decode_row(
-                value_ptr, scale_ptr, codebook_ptr, slot_ptr, exact_ptr, row, first_group,
+                value_ptr, codebook_ptr, exact_ptr, row, word, scale, slot, group, pair, mask,
                 mean_low, mean_high, gain_low, gain_high, H, CODEC, EXACT, GROUPS,
             )  # fmt: skip
-            _store_pairs(out_ptr, offset, pair, low, high, mask, PACKED)
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
-def _gather_norm_kernel(
-    value_ptr, scale_ptr, mean_ptr, gain_ptr, codebook_ptr, slot_ptr, exact_ptr, row_ptr, out_ptr,
-    num_rows, num_tokens, w_ptr, stride_w, eps,
-    K: tl.constexpr, H: tl.constexpr, CODEC: tl.constexpr, EXACT: tl.constexpr,
-    INDEXED: tl.constexpr, PACKED: tl.constexpr, GROUPS: tl.constexpr,
-):  # fmt: skip
-    """As above, each layer's state divided by its rms and multiplied by w. Grid (rows, K).
-
-    A row is decoded twice, the second time from the cache.
-    """
-    out_row = tl.cast(tl.program_id(0), tl.int64)
-    layer = tl.program_id(1)
-    token = out_row
-    if INDEXED:
-        token = tl.load(row_ptr + out_row).to(tl.int64)
-    square = 0.0
-    rstd = 0.0
-    for step in tl.static_range(2):
-        if step == 1:
-            rstd = tl.rsqrt(square / H + eps)
-        for first_group in range(0, (H + 63) // 64, GROUPS):
-            pair = (first_group + tl.arange(0, GROUPS))[:, None] * 32 + tl.arange(0, 32)[None, :]
-            mask = pair < H // 2
-            mean_low, mean_high, gain_low, gain_high = 0.0, 0.0, 0.0, 0.0
-            if CODEC != "raw":
-                mean_low, mean_high = _channel_pairs(mean_ptr + layer * H, pair, mask)
-                gain_low, gain_high = _channel_pairs(gain_ptr + layer * H, pair, mask)
-            low, high = _decode_row(
-                value_ptr, scale_ptr, codebook_ptr, slot_ptr, exact_ptr,
-                tl.cast(layer, tl.int64) * num_tokens + token, first_group,
-                mean_low, mean_high, gain_low, gain_high, H, CODEC, EXACT, GROUPS,
-            )  # fmt: skip
-            if step == 0:
-                square += tl.sum(tl.where(mask, low * low + high * high, 0.0))
-            else:
-                w_low, w_high = _channel_pairs(w_ptr + layer * stride_w, pair, mask)
+            if NORM:
+                square = tl.sum(tl.where(mask, low * low + high * high, 0.0))
+                rstd = tl.rsqrt(square / H + eps)
                 low, high = low * rstd * w_low, high * rstd * w_high
-                offset = out_row * (K * H) + layer * H
-                _store_pairs(out_ptr, offset, pair, low, high, mask, PACKED)
+            _store_pairs(out_ptr, offset, pair, low, high, mask, PACKED)
+        row, word, scale, slot = next_row, next_word, next_scale, next_slot
+
+
+def _tile(codec: str, hidden: int, *, norm: bool) -> tuple[int, int]:
+    """Return groups of channels in a tile, and warps."""
+    whole = 1 << (-(-hidden // GROUP) - 1).bit_length()
+    if norm:
+        groups = whole
+        warps = min(max(groups // 16, 1), 16)
+    else:
+        groups, warps = min(GROUPS, whole), WARPS
+    # The matrix units take no fewer than 16 rows.
+    return (max(groups, 16), INT3_WARPS) if codec == "int3" else (groups, warps)
 
 
 def _words(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -203,7 +203,10 @@ def _launch(states: CodedStates, rows, norm_weight, eps: float, dtype: torch.dty
         return out
     pair_dtype = {"raw": torch.int32, "int8": torch.int16}.get(states.codec, torch.uint8)
     packed = dtype == torch.bfloat16
-    arguments = (
+    norm = norm_weight is not None
+    groups, warps = _tile(states.codec, hidden, norm=norm)
+    grid = (-(-num_rows // ROWS), layers * -(-hidden // (groups * GROUP)))
+    _gather_dequant_kernel[grid](
         _words(states.values, pair_dtype),
         states.scales,
         states.mean,
@@ -212,32 +215,25 @@ def _launch(states: CodedStates, rows, norm_weight, eps: float, dtype: torch.dty
         states.exact_slot,
         _words(states.exact, torch.int32),
         rows,
+        norm_weight,
         out.view(torch.int32) if packed else out,
         num_rows,
         states.num_tokens,
-    )
-    groups = min(GROUPS, 1 << (-(-hidden // GROUP) - 1).bit_length())
-    if states.codec == "int3":
-        # The matrix units take no fewer rows.
-        groups = 16
-    constants = {
-        "K": layers,
-        "H": hidden,
-        "CODEC": states.codec,
-        "EXACT": states.exact is not None and states.exact.shape[0] > 0,
-        "INDEXED": rows is not None,
-        "PACKED": packed,
-        "GROUPS": groups,
-        "num_warps": WARPS,
+        norm_weight.stride(0) if norm and norm_weight.dim() == 2 else 0,
+        eps,
+        K=layers,
+        H=hidden,
+        CODEC=states.codec,
+        EXACT=states.exact is not None and states.exact.shape[0] > 0,
+        INDEXED=rows is not None,
+        NORM=norm,
+        PACKED=packed,
+        ROWS=ROWS,
+        GROUPS=groups,
+        num_warps=warps,
         # The format rounds products before sums; `quantize.decode_states` gives the same bits.
-        "enable_fp_fusion": False,
-    }
-    if norm_weight is None:
-        grid = (-(-num_rows // ROWS), layers * -(-hidden // (groups * GROUP)))
-        _gather_dequant_kernel[grid](*arguments, ROWS=ROWS, **constants)
-    else:
-        stride_w = norm_weight.stride(0) if norm_weight.dim() == 2 else 0
-        _gather_norm_kernel[(num_rows, layers)](*arguments, norm_weight, stride_w, eps, **constants)
+        enable_fp_fusion=False,
+    )
     return out
 
 

@@ -4,8 +4,8 @@
 
 Checks values and gradients first. A step is one build of the tables (or of the peer's mask) and
 five layers forward and backward, bfloat16, 32 query and 8 key-value heads of 128, sorted anchors.
-The peer gets keys and values of context and blocks in one tensor, made beforehand. Times are medians
-of single steps in CUDA events, both in one process. TFLOP/s count products over visible keys only:
+The peer gets keys and values of context and blocks in one tensor, made beforehand. Times are
+medians of single steps in CUDA events, both in one process. TFLOP/s count products over visible keys only:
 two forward, three in the dQ kernel, four in the dK, dV kernel (backward needs five in all).
 """
 
@@ -200,14 +200,15 @@ def measure(shape, repeats: int, flex_too: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--no-flex", action="store_true")
+    parser.add_argument("--no-flex", action="store_true", help="leave the peer out")
+    parser.add_argument("--shapes", type=int, nargs="*", default=range(len(SHAPES)))
     options = parser.parse_args()
     torch.manual_seed(0)
     name = torch.cuda.get_device_name()
     print(f"{name}, torch {torch.__version__}, triton {triton.__version__}, commit {revision()}")
     check()
-    for shape in SHAPES:
-        measure(shape, options.repeats, not options.no_flex)
+    for index in options.shapes:
+        measure(SHAPES[index], options.repeats, not options.no_flex)
 
 
 if __name__ == "__main__":
