@@ -40,6 +40,12 @@ class ExtractConfig:
         required=True,
         metavar="URL",
     )
+    storage_option: tuple[str, ...] = option(
+        help="Option of --out's file system as KEY=VALUE, such as endpoint_url=http://host:9000.",
+        multiple=True,
+        secret=True,
+        metavar="KEY=VALUE",
+    )
     num_samples: int | None = option(
         None,
         help="Stop reading data after so many kept samples; all by default.",

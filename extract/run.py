@@ -4,8 +4,10 @@ Everything that can be refused is refused before the target is loaded or anythin
 """
 
 import hashlib
+import tempfile
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +16,10 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from dflash_offline.common.blobs import blobs_at
+from dflash_offline.common.blobs import LocalBlobs, blobs_at
 from dflash_offline.common.chat import ChatOptions
 from dflash_offline.common.codecs import check_codec
-from dflash_offline.common.errors import FoundProblems
+from dflash_offline.common.errors import FoundProblems, Stopped
 from dflash_offline.common.identity import Identity, Scalar
 from dflash_offline.common.layer_ids import resolve_layers
 from dflash_offline.common.options import config_as_dict, print_config
@@ -82,8 +84,9 @@ def extract(config: ExtractConfig) -> None:
     device = default_device()
     planned = plan_extraction(config, device)
     console.print(_plan_sentence(planned))
-    if not config.dry_run and not exists(blobs_at(config.out), MANIFEST_KEY):
-        refuse_small_disk(blobs_at(config.out), estimate_bytes(planned.schema, planned.plan), {})
+    blobs = blobs_at(config.out, config.storage_option)
+    if not config.dry_run and not exists(blobs, MANIFEST_KEY):
+        refuse_small_disk(blobs, estimate_bytes(planned.schema, planned.plan), {})
     target = load_target(
         config.target,
         dtype=resolve_dtype(config.dtype, device),
@@ -99,7 +102,7 @@ def extract(config: ExtractConfig) -> None:
     report(checks)
     with (
         _open_store(config, planned, target) as store,
-        closing(_log(store, config, checks)) as log,
+        _log(store, config, checks) as log,
     ):
         if config.plan_only:
             console.print(f"planned {store.plan.num_packs} packs; run again without --plan-only")
@@ -202,17 +205,30 @@ def _open_store(config: ExtractConfig, planned: Planned, target: Target) -> Stor
         target_files=target_files(target, planned.tokenizer),
         options=config_as_dict(config),
         append=config.append,
+        storage_options=config.storage_option,
     )
 
 
-def _log(store: Store, config: ExtractConfig, checks: list[Check]) -> JsonLog:
-    root = Path(store.blobs.url.removeprefix("file://"))
-    log = JsonLog(root / LOGS / "extract.jsonl")
-    log.write({"kind": "run", "config": config_as_dict(config)})
-    for check in checks:
-        record = {"name": check.name, "value": check.value, "bound": check.bound}
-        log.write({"kind": "self-check", **record, "ok": check.is_good})
-    return log
+@contextmanager
+def _log(store: Store, config: ExtractConfig, checks: list[Check]) -> Iterator[JsonLog]:
+    """Keep the run's log in the store: a file that grows, on object storage one for each run."""
+    blobs = store.blobs
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = blobs.root / LOGS if isinstance(blobs, LocalBlobs) else Path(temporary)
+        log = JsonLog(folder / "extract.jsonl")
+        log.write({"kind": "run", "config": config_as_dict(config)})
+        for check in checks:
+            record = {"name": check.name, "value": check.value, "bound": check.bound}
+            log.write({"kind": "self-check", **record, "ok": check.is_good})
+        try:
+            yield log
+        finally:
+            log.close()
+            if not isinstance(blobs, LocalBlobs):
+                # The reason why a run ends matters more than its log.
+                with suppress(Stopped, OSError):
+                    content = (folder / "extract.jsonl").read_bytes()
+                    blobs.create(f"{LOGS}/extract-{time.time_ns()}.jsonl", [content])
 
 
 def _plan_sentence(planned: Planned) -> str:
@@ -234,7 +250,7 @@ def _plan_sentence(planned: Planned) -> str:
 
 
 def _estimate_sentence(config: ExtractConfig, planned: Planned, target: Target) -> str:
-    free = blobs_at(config.out).free_bytes()
+    free = blobs_at(config.out, config.storage_option).free_bytes()
     needed = estimate_bytes(planned.schema, planned.plan)
     tokens_per_s = _measure(planned, target)
     tokens = int(planned.plan.column("length").sum()) / (1 - padded_fraction(planned.plan))
