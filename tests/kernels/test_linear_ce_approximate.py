@@ -57,7 +57,7 @@ def exact_run(x, weight, labels, **options):
 @pytest.mark.parametrize(
     "options", [{}, {"logit_scale": 0.5, "softcap": 8.0}], ids=["", "soft-cap"]
 )
-@pytest.mark.parametrize("max_tile_mass", [1e-30, 1e-4, 2e-2])
+@pytest.mark.parametrize("max_tile_mass", [1e-30, 1e-4, 0.15])
 @pytest.mark.parametrize(("implementation", "dtype", "tolerance"), WAYS)
 def test_linear_ce_skip(implementation, dtype, tolerance, max_tile_mass, options):
     # 321 columns are five tiles of 64 and one column; 130 rows would be two blocks.
@@ -85,7 +85,7 @@ def test_linear_ce_skip(implementation, dtype, tolerance, max_tile_mass, options
     error = (grad.double() - exact).norm(dim=1)
     slack = tolerance * (exact.norm(dim=1) + weight.double().norm(dim=1).max())
     assert bool((error <= report.error_bound.double() * (1 + 1e-5) + slack).all())
-    if max_tile_mass == 2e-2:
+    if max_tile_mass == 0.15:
         assert 0 < report.kept_frac < 1
         assert report.error_bound.max() > 0
     if max_tile_mass == 1e-30:
