@@ -1,0 +1,91 @@
+"""Extraction in bfloat16 on a GPU: the self-check's bounds hold there, and still find faults."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dflash_offline.common.cache import open_cache
+from dflash_offline.common.target import Target, load_target
+from dflash_offline.extract import forward as forward_module
+from dflash_offline.extract.batch_decode import Sampling, decode_batch
+from dflash_offline.extract.cli import main as extract_command
+from dflash_offline.extract.forward import StateForward
+from dflash_offline.extract.self_check import self_check
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+LAYERS = (0, 1, 4)
+
+
+def samples() -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(5, 250, length).astype(np.int32) for length in (3, 40, 17, 29, 200)]
+
+
+@pytest.fixture(params=["qwen3", "gemma3", "qwen3-moe", "qwen3.5-hybrid"])
+def target(request, make_target) -> Target:
+    folder: Path = make_target(request.param)
+    return load_target(folder, dtype=torch.bfloat16, device="cuda", head=False)
+
+
+def test_self_check(target: Target):
+    checks = self_check(target, LAYERS, samples())
+    assert [check for check in checks if not check.is_good] == []
+
+
+def test_layer_off_by_one_is_found(target: Target, monkeypatch):
+    init = forward_module.Capture.__init__
+    monkeypatch.setattr(
+        forward_module.Capture,
+        "__init__",
+        lambda capture, given, layers: init(capture, given, tuple(i + 1 for i in layers)),
+    )
+    checks = self_check(target, LAYERS, samples())
+    assert any(not check.is_good for check in checks)
+
+
+def test_no_logits_exist(target: Target):
+    """The largest allocation of a forward is far below one of [tokens, vocabulary] in bfloat16."""
+    batch = [np.full(512, 7, np.int32)] * 64
+    with StateForward(target, LAYERS, keep_final=True) as forward:
+        forward(batch[:1])
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        forward(batch)
+    assert target.lm_head.weight.device.type == "cpu" or target.tied
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak < 64 * 512 * 2 * (target.vocab_size + 40 * target.hidden_size)
+
+
+def test_store_of_a_gpu_run(make_target, write_corpus, run, tmp_path):
+    folder, out = make_target("qwen3"), tmp_path / "store"
+    args = ("--target", folder, "--data", write_corpus(12), "--out", out, "--layers", "0,1,4")
+    assert run(extract_command, *args, "--pack-tokens", 256, "--teacher", "final") == 0
+    cache = open_cache(str(out))
+    assert cache.identity.target["compute_dtype"] == "bfloat16"
+    target = load_target(folder, dtype=torch.float32, device="cpu", head=False)
+    with StateForward(target, (0, 1, 4), keep_final=False) as forward:
+        for document in cache.read_many(cache.samples):
+            exact = forward([document.tokens]).features
+            close = [_floats(each) for each in (document.features, exact)]
+            # bfloat16 rounds every step of five layers.
+            error = (close[0] - close[1]).norm() / close[1].norm()
+            assert error < 0.02
+
+
+def _floats(patterns: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(patterns).view(np.int16)).view(torch.bfloat16).float()
+
+
+def test_answers_in_fp32_do_not_depend_on_the_batch(make_target):
+    target = load_target(make_target("qwen3"), dtype=torch.float32, device="cuda", head=True)
+    prompts = [sample.tolist() for sample in samples()]
+    sampling = Sampling(max_new_tokens=16)
+    together = decode_batch(target, prompts, [0] * 5, stop_ids=[], sampling=sampling)
+    for prompt, expected in zip(prompts, together, strict=True):
+        (alone,) = decode_batch(target, [prompt], [0], stop_ids=[], sampling=sampling)
+        assert alone == expected
