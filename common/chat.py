@@ -158,6 +158,10 @@ def render_conversation(
     turns = find_turns(text, messages, render=renderer.text, tagged=renderer.tagged(messages, text))
     if cut_last_turn and turns:
         end = turns[-1].content_end
+        if end == turns[-1].start:
+            raise BadInput(
+                "the chat template changes the text of the cut answer, whose end is not found again"
+            )
         text, turns[-1] = text[:end], replace(turns[-1], end=end)
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids = np.asarray(encoding["input_ids"], np.int32)

@@ -38,14 +38,13 @@ class Turn:
 
     Attributes:
         start, end: its characters, header excluded, end of turn included.
-        content_start, content_end: the message's own text inside them.
+        content_end: where the message's own text ends; `start` when the template has changed it.
         has_reasoning: the message itself holds reasoning.
         opens_in_header: the header before it ends with an opening reasoning tag.
     """
 
     start: int
     end: int
-    content_start: int
     content_end: int
     has_reasoning: bool
     opens_in_header: bool
@@ -102,7 +101,6 @@ def find_rendered_turns(text: str, *, header: str, end: str) -> list[Turn]:
             Turn(
                 start=start,
                 end=content_end + (len(end) if found >= 0 else 0),
-                content_start=start,
                 content_end=content_end,
                 has_reasoning=bool(_REASONING.search(_EMPTY_REASONING.sub("", body))),
                 opens_in_header=header.rstrip().endswith(_REASONING_OPENS),
@@ -121,21 +119,17 @@ def _by_prefixes(
 ) -> Turn | None:
     header = _prefix(messages[:i], True, render=render)
     through = _prefix(messages[: i + 1], False, render=render)
-    start = len(header) if header is not None and text.startswith(header) else None
     pieces = _pieces(messages[i])
+    start = len(header) if header is not None and text.startswith(header) else None
+    is_prefix = through is not None and text.startswith(through)
+    if start is not None and is_prefix and len(through) >= start:
+        span = start, len(through)
+        return _turn(text, messages[i], span=span, content=_locate_last(text, pieces, span))
     content = _locate(text, pieces, start=cursor if start is None else start)
-    if start is None:
-        if content is None:
-            return None
-        start = content[0]
-    if through is not None and text.startswith(through) and len(through) >= start:
-        end = len(through)
-        if content is None or content[1] > end:
-            content = (start, end)
-    elif content is not None:
-        end = content[1] + _tail_length(text, content[1], through, pieces)
-    else:
+    if content is None:
         return None
+    start = content[0] if start is None else start
+    end = content[1] + _tail_length(text, content[1], through, pieces)
     return _turn(text, messages[i], span=(start, end), content=content)
 
 
@@ -151,9 +145,7 @@ def _by_tag(message: Message, tagged: Sequence[Span], *, text: str, cursor: int)
     span = next((span for span in tagged if span[0] >= cursor), None)
     if span is None:
         return None
-    content = _locate(text, _pieces(message), start=span[0])
-    if content is None or content[1] > span[1]:
-        content = span
+    content = _locate_last(text, _pieces(message), span)
     return _turn(text, message, span=span, content=content)
 
 
@@ -165,7 +157,6 @@ def _turn(text: str, message: Message, *, span: Span, content: Span) -> Turn:
     return Turn(
         start=span[0],
         end=span[1],
-        content_start=content[0],
         content_end=content[1],
         has_reasoning=reasoning,
         opens_in_header=text[: span[0]].rstrip().endswith(_REASONING_OPENS),
@@ -192,6 +183,15 @@ def _locate(text: str, pieces: Sequence[str], *, start: int) -> Span | None:
         if at >= 0:
             return at, at + len(piece)
     return None
+
+
+def _locate_last(text: str, pieces: Sequence[str], span: Span) -> Span:
+    """Return the content inside a known turn, nothing at its start if the template changed it."""
+    for piece in pieces:
+        at = text.rfind(piece, *span) if piece else -1
+        if at >= 0:
+            return at, at + len(piece)
+    return span[0], span[0]
 
 
 def _tail_length(text: str, end: int, through: str | None, pieces: Sequence[str]) -> int:
@@ -269,14 +269,14 @@ def _closing_token(
 
 
 def _supplied(turn: Turn, body: str) -> list[Span]:
-    """Return the parts of a turn that the template wrote before the message's own text."""
-    if turn.has_reasoning:
+    """Return the parts of a turn that the template wrote and the target never would.
+
+    That is an empty reasoning block. Other marks before the message's text, such as the name of a
+    channel, are no part of the generation prompt, so the target writes them itself.
+    """
+    if turn.has_reasoning or turn.opens_in_header:
         return []
-    gap = body[: turn.content_start - turn.start]
-    spans = [(0, len(gap))] if gap.strip() else []
-    if not turn.opens_in_header:
-        spans += [match.span() for match in _EMPTY_REASONING.finditer(body)]
-    return spans
+    return [match.span() for match in _EMPTY_REASONING.finditer(body)]
 
 
 def _reasoning(turn: Turn, body: str) -> list[Span]:

@@ -54,6 +54,13 @@ PLAIN = (
 PICKY = "{% if messages[-1].role == 'user' and not add_generation_prompt %}"
 PICKY += "{{ raise_exception('no') }}{% endif %}" + CHATML
 REWRITING = CHATML.replace("{{ m.content }}", "{{ m.content | upper | replace('O', '0') }}")
+TAGGED_REWRITING = TAGGED.replace("{{ m.content }}", "{{ m.content | upper | replace('O', '0') }}")
+# Harmony's habits: a channel between the header and the text, of special tokens too.
+CHANNELS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}<|eot|>final:{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 TURNS = [
     {"role": "user", "content": "Hi you"},
@@ -176,6 +183,22 @@ def test_text_that_cannot_be_found_is_refused(tokenizer):
     tokenizer.chat_template = "{{ messages | length }}" + REWRITING
     with pytest.raises(BadInput, match=r"messages\[1\].*cannot be found"):
         chat.render_conversation(tokenizer, TURNS, ChatOptions())
+
+
+@pytest.mark.parametrize("template", [REWRITING, TAGGED_REWRITING], ids=["prefixes", "tagged"])
+def test_changed_text_is_found_by_its_place(tokenizer, template: str):
+    expected = ["HELL0.<|im_end|>", "S0 L0NG!<|im_end|>"]
+    assert marked(tokenizer, template, TURNS, bits=LossMask.SUPERVISED) == expected
+    assert marked(tokenizer, template, TURNS, bits=LossMask.END_OF_TURN) == ["<|im_end|>"] * 2
+    with pytest.raises(BadInput, match="cut answer"):
+        marked(tokenizer, template, TURNS, bits=LossMask.SUPERVISED, cut_last_turn=True)
+
+
+def test_marks_outside_the_generation_prompt_are_the_targets(tokenizer):
+    """The target opens its channel itself, so the drafter learns to."""
+    written = marked(tokenizer, CHANNELS, TURNS, bits=LossMask.SUPERVISED)
+    assert written == ["<|eot|>final:Hello.<|im_end|>", "<|eot|>final:So long!<|im_end|>"]
+    assert marked(tokenizer, CHANNELS, TURNS, bits=LossMask.TEMPLATE) == []
 
 
 def test_inconsistent_prefixes_fall_back_to_the_text(tokenizer):
