@@ -328,17 +328,18 @@ def _pack_int3(level: Tensor) -> Tensor:
 
 
 def _unpack_int3(codes: Tensor) -> Tensor:
-    planes = codes.unflatten(1, (-1, 3, 8))  # [T, G, plane, byte]
-    bits = torch.stack([planes >> bit & 1 for bit in range(8)], dim=-1)
-    level = bits[:, :, 0] | bits[:, :, 1] << 1 | bits[:, :, 2] << 2
-    return level.flatten(1)
+    # A byte of a plane becomes eight bytes of one bit, by table, as one little-endian word.
+    byte = torch.arange(256, device=codes.device)
+    spread = sum((byte >> bit & 1) << 8 * bit for bit in range(8))
+    low, middle, high = spread[codes.unflatten(1, (-1, 3, 8)).int()].unbind(2)  # [T, G, 8]
+    return (low | middle << 1 | high << 2).view(torch.uint8).flatten(1)
 
 
 def _decode_int3(codes: Tensor, scales: Tensor) -> Tensor:
     table = torch.tensor([-each for each in reversed(LEVELS)] + list(LEVELS), device=codes.device)
-    levels = table[_unpack_int3(codes).int()].unflatten(1, (-1, GROUP))
+    levels = table.index_select(0, _unpack_int3(codes).flatten().int()).view(-1, GROUP)
     # Exact in any order of summation: the levels are small multiples of 1/256.
-    return (levels @ hadamard(codes.device)).flatten(1) * scales.float()
+    return (levels @ hadamard(codes.device)).view(len(codes), -1) * scales.float()
 
 
 def _sum_in_order(v: Tensor) -> Tensor:
