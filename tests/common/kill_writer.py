@@ -3,6 +3,7 @@
 Run as `kill_writer.py URL SEED [KEY=VALUE ...]`; the seed only decides the order of the packs.
 """
 
+import os
 import random
 import runpy
 import sys
@@ -28,6 +29,8 @@ def main() -> None:
         random.Random(seed).shuffle(packs)
         corpus.commit(store, packs)
     click.echo("finished")
+    # pyarrow aborts now and then while the interpreter shuts down.
+    os._exit(0)
 
 
 if __name__ == "__main__":
