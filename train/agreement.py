@@ -46,6 +46,19 @@ class LogitTrace:
         values = torch.stack(self._values[index : index + len(logits)])
         return (logits[: len(ids)].float().gather(-1, ids) - values).abs().amax(dim=-1)
 
+    def control(self, logits: Tensor) -> float:
+        """Return the rounding between these logits and those of one forward over the whole text.
+
+        At least the spacing of the dtype at the greatest logit, so that a short answer on which
+        the two forwards happen to be equal does not make the next ulp look like a fault.
+
+        Args:
+            logits: [n, V] of the whole-text forward, one row for every token of the answer.
+        """
+        assert len(logits) == len(self._ids)
+        spacing = torch.finfo(logits.dtype).eps * max(float(each.max()) for each in self._values)
+        return max(float(self.distance(0, logits).max()), spacing)
+
 
 class Comparison:
     """Compares one speculative answer with its greedy trace; `watch` fits the decoder."""

@@ -282,7 +282,7 @@ class _Evaluator:
         """Return the rounding between the greedy forwards and one over the whole text."""
         text = torch.tensor([[*prompt, *answer[:-1]]], device=self._target.device)
         output = self._target.causal(input_ids=text, use_cache=False, logits_to_keep=len(answer))
-        return float(trace.distance(0, output.logits[0]).max())
+        return trace.control(output.logits[0])
 
     def _show(self, line: ProgressLine, total: int) -> None:
         result = self._result

@@ -226,6 +226,22 @@ def test_cache_mode(small_store, tmp_path: Path, capsys: pytest.CaptureFixture) 
     assert exit_code(["--draft", str(other_layer), "--cache", url, "--device", "cpu"]) == 2
 
 
+def test_compare_mode(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    for name in ("first", "second"):
+        record = {"kind": "train", "step": 1, "loss": 2.0, "accepted_by_position": [0.5]}
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "log.jsonl").write_text(json.dumps(record) + "\n")
+    runs = ["--compare", str(tmp_path / "first"), "--compare", str(tmp_path / "second")]
+    assert exit_code(runs) == 0
+    page = tmp_path / "comparison.html"
+    assert "second" in page.read_text(encoding="utf-8")
+    shown = capsys.readouterr().out
+    assert str(page) in shown
+    assert "held-out acceptance" in shown
+    assert exit_code([*runs, "--out", str(tmp_path / "other.html")]) == 0
+    assert (tmp_path / "other.html").exists()
+
+
 BAD = {
     "no_mode": (["--draft", "{draft}"], "none of them"),
     "two_modes": (["--draft", "{draft}", "--target", "x", "--cache", "y"], "not --cache and"),
