@@ -212,7 +212,7 @@ def _triton_rows(
         max_tile_mass,
         BLOCK_M=BLOCK_ROWS,
         BLOCK_K=TILE_COLUMNS,
-        num_warps=8,
+        num_warps=16,
     )
     torch.mm(mass, head.tile_means, out=dx)
     launch = PRODUCT_LAUNCH

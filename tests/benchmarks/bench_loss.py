@@ -320,10 +320,11 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(BENCHES), help="Which, separated by commas.")
     parser.add_argument("--load-s", type=float, default=10, help="Seconds of load before timing.")
     parser.add_argument("--shapes", default="0,1", help="Which of the two shapes.")
+    parser.add_argument("--commit", default=revision(), help="What to print as the commit.")
     options = parser.parse_args()
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, "
-        f"commit {revision()}, bf16"
+        f"commit {options.commit}, bf16"
     )
     for index in map(int, options.shapes.split(",")):
         for name in options.only.split(","):
