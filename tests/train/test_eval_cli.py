@@ -237,7 +237,7 @@ def test_compare_mode(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert "second" in page.read_text(encoding="utf-8")
     shown = capsys.readouterr().out
     assert str(page) in shown
-    assert "held-out acceptance" in shown
+    assert "best" in shown
     assert exit_code([*runs, "--out", str(tmp_path / "other.html")]) == 0
     assert (tmp_path / "other.html").exists()
 
