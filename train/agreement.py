@@ -41,8 +41,14 @@ class LogitTrace:
         return float(self._values[index][0] - self._values[index][1])
 
     def distance(self, index: int, logits: Tensor) -> Tensor:
-        """Return max |difference| to other logits [n, V] for tokens index ... index+n-1, [n]."""
-        ids = torch.stack(self._ids[index : index + len(logits)])
+        """Return max |difference| to other logits [n, V] for tokens index ... index+n-1.
+
+        [m] with m at most n: once two answers part, the other may be the longer one.
+        """
+        recorded = self._ids[index : index + len(logits)]
+        if not recorded:
+            return logits.new_empty(0)
+        ids = torch.stack(recorded)
         values = torch.stack(self._values[index : index + len(logits)])
         return (logits[: len(ids)].float().gather(-1, ids) - values).abs().amax(dim=-1)
 

@@ -386,7 +386,10 @@ def test_comparison_measures_before_the_difference() -> None:
     shifted = rows + torch.tensor([[0.0, 0.25, 0.0], [0.0, 0.0, 7.0], [9.0, 0.0, 0.0]])
     comparison.watch(0, shifted[:1])
     comparison.watch(1, shifted[1:])
-    result = comparison.finish([1, 0, 0], [1, 2, 0])
+    # The other answer goes on where the greedy one has ended.
+    comparison.watch(2, torch.cat([shifted[2:], rows]))
+    comparison.watch(6, rows)
+    result = comparison.finish([1, 0, 0], [1, 2, 0, 1, 1, 1, 1])
     assert (result.num_equal, result.is_equal) == (1, False)
     assert result.rounding == pytest.approx(0.25)
     assert result.margin == pytest.approx(0.1)
