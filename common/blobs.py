@@ -19,6 +19,8 @@ from dflash_offline.common import direct_io
 from dflash_offline.common.direct_io import write_durably
 from dflash_offline.common.errors import BadInput, Stopped
 
+# What ownership keeps beside a store's content: a file, on object storage a folder.
+OWNER = ".owner"
 _TEMPORARY = ".tmp-"
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 UPLOAD_AGE_S = 3600.0
@@ -90,7 +92,10 @@ class Blobs(Protocol):
         ...
 
     def probe(self) -> str | None:
-        """Try create-only writes; returns what is lost where storage does not keep to them."""
+        """Try create-only writes; returns what is lost where storage does not keep to them.
+
+        Only the owner of a store does it; what its predecessors left of theirs goes.
+        """
         ...
 
     def drop_stale_uploads(self, older_than_s: float = UPLOAD_AGE_S) -> Sequence[str]:
@@ -129,7 +134,7 @@ class LocalBlobs:
 
     def create(self, key: str, parts: Iterable[memoryview | bytes]) -> int:
         path = self.root / key
-        with _room_or_stopped(self.url), _temporary_beside(path) as temporary:
+        with room_or_stopped(self.url), _temporary_beside(path) as temporary:
             num_bytes = write_durably(temporary, parts)
             self._publish(temporary, path)
         _sync_folder(path.parent)
@@ -152,7 +157,7 @@ class LocalBlobs:
         path = self.root / key
         if expected is not None and path.read_bytes() != expected:
             raise FileExistsError(errno.EEXIST, "changed by another process", str(path))
-        with _room_or_stopped(self.url), _temporary_beside(path) as temporary:
+        with room_or_stopped(self.url), _temporary_beside(path) as temporary:
             write_durably(temporary, [content])
             temporary.rename(path)
         _sync_folder(path.parent)
@@ -182,7 +187,10 @@ class LocalBlobs:
         return shutil.disk_usage(folder).free
 
     def probe(self) -> str | None:
-        key = probe_key()
+        for entry in list_folder(self.root):
+            if is_temporary(entry.name):
+                entry.unlink(missing_ok=True)
+        key = f"{_TEMPORARY}probe"
         self.create(key, [b"probe"])
         self.delete(key)
         if self._has_links:
@@ -202,9 +210,9 @@ def is_temporary(key: str) -> bool:
     return key.rpartition("/")[2].startswith(_TEMPORARY)
 
 
-def probe_key() -> str:
-    """Return a new key for a trial write; what a crash leaves of it counts as temporary."""
-    return f"{_TEMPORARY}probe-{uuid.uuid4().hex}"
+def list_folder(folder: Path) -> list[Path]:
+    """Return what lies directly in a folder; nothing where there is none."""
+    return list(folder.iterdir()) if folder.is_dir() else []
 
 
 def blobs_at(url: str, storage_options: Sequence[str] = ()) -> Blobs:
@@ -272,7 +280,8 @@ def _temporary_beside(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _room_or_stopped(url: str) -> Iterator[None]:
+def room_or_stopped(url: str) -> Iterator[None]:
+    """Turn "disk full" and "read-only" into `Stopped`."""
     try:
         yield
     except OSError as problem:

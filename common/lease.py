@@ -18,11 +18,10 @@ from typing import Any, Protocol
 
 import click
 
-from dflash_offline.common.blobs import Blobs, LocalBlobs
+from dflash_offline.common.blobs import OWNER, Blobs, LocalBlobs, room_or_stopped
 from dflash_offline.common.errors import BadInput, Stopped
 from dflash_offline.common.object_blobs import ObjectBlobs
 
-OWNER = ".owner"
 BEAT_S = 15.0
 SILENCE_S = 90.0
 # Writing goes on for this long after the last beat that arrived, well before others may take over.
@@ -51,12 +50,16 @@ def take_ownership(blobs: Blobs) -> Ownership:
     Raises:
         BadInput: another live run owns it; names that run and its age.
     """
-    lost = blobs.probe()
-    if lost:
-        click.echo(f"warning: {lost}", err=True)
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     lock = _lock_for(blobs)
     lock.acquire(f"process {os.getpid()} on {platform.node()}, since {since}")
+    try:
+        lost = blobs.probe()
+    except BaseException:
+        lock.release()
+        raise
+    if lost:
+        click.echo(f"warning: {lost}", err=True)
     return lock
 
 
@@ -84,8 +87,9 @@ class LocalLock:
         self._guard = threading.Lock()
 
     def acquire(self, description: str) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        with room_or_stopped(str(self.path.parent)):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -7,13 +7,14 @@ carries the address, not the connection) and are not shared with zarr, whose eve
 import errno
 import os
 import time
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 from zlib import crc32
 
 import fsspec
 
-from dflash_offline.common.blobs import UPLOAD_AGE_S, probe_key
+from dflash_offline.common.blobs import OWNER, UPLOAD_AGE_S
 from dflash_offline.common.errors import BadInput, Stopped
 
 # A request that hangs is given up after this time.
@@ -22,6 +23,7 @@ TIMEOUT_S = 6.0
 PATIENCE_S = 14.0
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 4.0
+_TRIAL = "trial-"
 _COMPARE_BYTES = 16 << 20
 # Answers, not failures: another try gives the same one.
 _FINAL = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
@@ -136,7 +138,7 @@ class ObjectBlobs:
 
     def age_s(self, key: str) -> float:
         """Return the seconds since an object was written, both times from the storage's clock."""
-        clock = probe_key()
+        clock = _trial_key()
         self.create(clock, [b"time"])
         try:
             now, then = (
@@ -148,7 +150,8 @@ class ObjectBlobs:
         return now - then
 
     def probe(self) -> str | None:
-        key = probe_key()
+        self._drop_old_trials()
+        key = _trial_key()
         self.create(key, [b"first"])
         try:
             self._persist(lambda: self._put_new(key, [memoryview(b"second")]), "writing", key)
@@ -164,6 +167,14 @@ class ObjectBlobs:
             "only checked, not enforced: two runs that write this store at once can overwrite "
             "each other's packs, which readers then refuse as damaged; never start a second one"
         )
+
+    def _drop_old_trials(self) -> None:
+        """Delete what killed runs left; young ones may be another run's that is at it."""
+        for key in self.list(OWNER):
+            name = key.rpartition("/")[2]
+            began = name.removeprefix(_TRIAL).partition("-")[0]
+            if name.startswith(_TRIAL) and time.time() - int(began) > UPLOAD_AGE_S:
+                self.delete(key)
 
     def drop_stale_uploads(self, older_than_s: float = UPLOAD_AGE_S) -> Sequence[str]:
         return []
@@ -261,6 +272,11 @@ class ObjectBlobs:
         return (
             Stopped(f"{text}; what is committed is safe") if self._has_answered else BadInput(text)
         )
+
+
+def _trial_key() -> str:
+    """Return a new key for a trial write, with its time."""
+    return f"{OWNER}/{_TRIAL}{int(time.time())}-{uuid.uuid4().hex}"
 
 
 def _exists_error(key: str) -> FileExistsError:

@@ -38,6 +38,13 @@ def test_local_objects(blobs):
     assert blobs.drop_stale_uploads() == []
 
 
+def test_owner_clears_what_killed_runs_left(blobs):
+    blobs.create("a/b", [b"content"])
+    (blobs.root / ".tmp-dead").write_bytes(b"half an index")
+    assert blobs.probe() is None
+    assert blobs.list("") == ["a/b"]
+
+
 def test_folder_without_hard_links_is_found(blobs, monkeypatch):
     def refuse(*_arguments):
         raise PermissionError(1, "Operation not permitted")

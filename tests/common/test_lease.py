@@ -83,6 +83,15 @@ def test_other_machine_waits_for_silence(blobs, monkeypatch):
     first.release()
 
 
+def test_trials_of_killed_runs_go_when_they_are_old(blobs):
+    now = int(time.time())
+    for age in (60, 7200):
+        blobs.create(f"{lease.OWNER}/trial-{now - age}-{age}", [b"first"])
+    take_ownership(blobs).release()
+    left = [key for key in blobs.list("") if "trial" in key]
+    assert left == [f"{lease.OWNER}/trial-{now - 60}-60"]
+
+
 def test_owner_between_record_and_first_beat_is_alive(blobs):
     blobs.create(f"{lease.OWNER}/00000000.json", [b'{"description": "far", "host": "far"}'])
     with pytest.raises(BadInput, match="far, last heard from 0 s ago"):
