@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from dflash_offline.common.cache import open_cache
 from dflash_offline.common.target import Target, load_target
@@ -48,17 +49,27 @@ def test_layer_off_by_one_is_found(target: Target, monkeypatch):
     assert any(not check.is_good for check in checks)
 
 
-def test_no_logits_exist(target: Target):
-    """The largest allocation of a forward is far below one of [tokens, vocabulary] in bfloat16."""
+def test_no_logits_exist(tmp_path):
+    """A forward of 32,768 tokens takes a fraction of what their logits would."""
+    config = Qwen3Config(
+        vocab_size=150_000,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    target = load_target(tmp_path, dtype=torch.bfloat16, device="cuda", head=False)
     batch = [np.full(512, 7, np.int32)] * 64
     with StateForward(target, LAYERS, keep_final=True) as forward:
         forward(batch[:1])
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         forward(batch)
-    assert target.lm_head.weight.device.type == "cpu" or target.tied
-    peak = torch.cuda.max_memory_allocated() - before
-    assert peak < 64 * 512 * 2 * (target.vocab_size + 40 * target.hidden_size)
+    logits_bytes = 64 * 512 * 2 * target.vocab_size
+    assert torch.cuda.max_memory_allocated() - before < logits_bytes / 20
 
 
 def test_store_of_a_gpu_run(make_target, write_corpus, run, tmp_path):

@@ -113,7 +113,7 @@ def rows_in(path: Path) -> list[dict]:
 def test_answers_of_every_prompt_format(make_target, prompts, run, tmp_path):
     folder, out = make_target("qwen3"), tmp_path / "answers.jsonl"
     args = ("--target", folder, "--data", prompts, "--out", out, "--max-new-tokens", 8)
-    assert run(generate_command, *args) == 0
+    assert run(generate_command, *args, "--dtype", "float32") == 0
     rows = rows_in(out)
     assert [row["id"] for row in rows] == ["one", "two", "prompts:2", "prompts:3", "prompts:4"]
     assert [row["source"] for row in rows] == ["facts", *["prompts"] * 4]
