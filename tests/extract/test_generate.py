@@ -1,6 +1,8 @@
 """dflash-generate: answers are the target's own, whatever the batch; resume; settings; servers."""
 
 import json
+import os
+import signal
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -177,6 +179,30 @@ def test_resume_goes_on_and_repairs_a_cut_row(make_target, prompts, run, tmp_pat
     assert run(generate_command, *args, "--num-answers", 3, "--out", out) == 0
     assert rows_in(out)[:10] == expected
     assert len(rows_in(out)) == 15
+
+
+def test_signal_keeps_finished_batches(make_target, prompts, run, tmp_path, monkeypatch, capsys):
+    out, whole = tmp_path / "answers.jsonl", tmp_path / "whole.jsonl"
+    args = ("--target", make_target("qwen3"), "--data", prompts, "--max-new-tokens", 6)
+    args = (*args, "--batch-tokens", 60)  # one conversation a batch
+    assert run(generate_command, *args, "--out", whole) == 0
+    answer_once = local_answers.LocalAnswers._answer_once
+    calls = []
+
+    def interrupted(self, target, jobs, watch):
+        calls.append(len(jobs))
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        answer_once(self, target, jobs, watch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(local_answers.LocalAnswers, "_answer_once", interrupted)
+        assert run(generate_command, *args, "--out", out) == 3
+    assert "SIGTERM" in capsys.readouterr().err
+    assert set(calls) == {1}
+    assert rows_in(out) == rows_in(whole)[: len(rows_in(out))] != []
+    assert run(generate_command, *args, "--out", out) == 0
+    assert rows_in(out) == rows_in(whole)
 
 
 @pytest.mark.parametrize(
