@@ -12,6 +12,7 @@ from rich.text import Text
 
 from dflash_offline.common.cache import Cache, open_cache
 from dflash_offline.common.cache_cli import InfoConfig, PreviewConfig
+from dflash_offline.common.calibration_file import read_codec_report
 from dflash_offline.common.errors import BadInput
 from dflash_offline.common.store import LICENCE_FILES, supervised
 
@@ -30,6 +31,8 @@ def info(config: InfoConfig) -> None:
     console.print(_overview(config.url, summary))
     console.print(_table("Sources", summary["sources"]))
     console.print(_lengths(summary["lengths"]))
+    if summary["codec_error"]:
+        console.print(_table(*_codec_error(summary["codec_error"])))
     identity = [
         {"kind": kind, "field": name, "value": value}
         for kind, fields in summary["identity"].items()
@@ -72,6 +75,7 @@ def summarise(cache: Cache) -> dict[str, Any]:
         "ratio": round(raw / states, 3) if states else None,
         "lengths": {"counts": counts.tolist(), "edges": [round(float(e)) for e in edges]},
         "sources": _by_source(cache, usable, lengths, trained),
+        "codec_error": read_codec_report(cache.blobs),
         "target_licence": _licence(cache),
         "plan_report": plan.report,
         "identity": cache.identity.as_dict(),
@@ -133,6 +137,24 @@ def _overview(url: str, summary: dict[str, Any]) -> Table:
     for name, value in rows.items():
         table.add_row(name, str(value))
     return table
+
+
+def _codec_error(report: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
+    """Return title and rows of the codec's error; none when it was not measured."""
+    states = {f"layer {each['layer']}": each for each in report.get("layers", ())}
+    states |= {"final state": report["final"]} if "final" in report else {}
+    rows = [
+        {
+            "state": name,
+            "error after norm, median": f"{each['median']:.4f}",
+            "99 %": f"{each['p99']:.4f}",
+            "top-1 of the head": f"{each['top1_agreement']:.2%}" if "kl" in each else "",
+            "KL": f"{each['kl']:.5f}" if "kl" in each else "",
+        }
+        for name, each in states.items()
+    ]
+    title = f"Error of {report['codec']} on {report['num_tokens']:,} tokens of the calibration"
+    return f"{title}, {report['exact_frac']:.2%} of rows stored exactly", rows
 
 
 def _table(title: str, rows: list[dict[str, Any]]) -> Table:

@@ -289,7 +289,7 @@ def copied(source: str, destination: Path, *arguments: str) -> str:
     return str(destination)
 
 
-def test_copy_between_codecs(tmp_path, corpus_maker):
+def test_copy_between_codecs(tmp_path, corpus_maker, capsys):
     corpus = corpus_maker(codec="raw", teacher="final")
     with corpus.open(tmp_path / "raw") as store:
         corpus.commit(store)
@@ -299,6 +299,11 @@ def test_copy_between_codecs(tmp_path, corpus_maker):
         np.testing.assert_array_equal(coded.read(index).features, bits_of(features))
         np.testing.assert_array_equal(coded.read(index).final, bits_of(final))
     assert read_codec_report(coded.blobs)["final"]["kl"] < 0.1
+    with pytest.raises(SystemExit):
+        cache_command(["info", str(tmp_path / "int4")])
+    shown = capsys.readouterr().out
+    assert "Error of int4 on" in shown
+    assert all(name in shown for name in ("layer 1", "layer 3", "final state"))
     # The same codec again keeps the codes; none at all keeps the bytes.
     fewer = open_cache(copied(str(tmp_path / "int4"), tmp_path / "fewer", "--layers", "3"))
     whole = open_cache(copied(str(tmp_path / "int4"), tmp_path / "whole"))
