@@ -77,11 +77,13 @@ def self_check(
 
 
 def report(checks: Sequence[Check]) -> None:
-    """Print the table.
+    """Print the table, if there is one.
 
     Raises:
         FoundProblems: a check does not hold.
     """
+    if not checks:
+        return
     table = Table("self-check", "value", "bound", "", box=None)
     for check in checks:
         verdict = "ok" if check.is_good else "[red]wrong"
