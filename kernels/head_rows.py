@@ -3,6 +3,7 @@
 Letters: N rows, H hidden, V vocabulary.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,26 @@ class RowOptions(NamedTuple):
     with_grad: bool
     logit_scale: float
     softcap: float | None
+
+
+def row_options(x: Tensor, *, logit_scale: float, softcap: float | None) -> RowOptions:
+    """Return the options of a row pass over x; the gradient is made where x will be asked for one.
+
+    Raises:
+        ValueError: a logit scale or soft-cap that is not above zero.
+    """
+    check_scale(logit_scale, softcap)
+    with_grad = x.requires_grad and torch.is_grad_enabled()
+    return RowOptions(with_grad=with_grad, logit_scale=logit_scale, softcap=softcap)
+
+
+def check_scale(logit_scale: float, softcap: float | None) -> None:
+    """Raise ValueError unless the logit scale, and the soft-cap if there is one, are above zero."""
+    if not logit_scale > 0 or not (softcap is None or softcap > 0):
+        raise ValueError(
+            f"logit_scale is {logit_scale} and softcap {softcap}; both must be above 0, "
+            "and softcap None where the model has none"
+        )
 
 
 def row_launch(device: torch.device) -> RowLaunch:
@@ -119,3 +140,21 @@ def check_labels(labels: Tensor, *, num_rows: int) -> None:
         raise ValueError(
             f"labels are {labels.dtype} {tuple(labels.shape)}; they must be int64 [{num_rows}]"
         )
+
+
+def warm_up_loss(
+    loss: Callable[[Tensor, Tensor], Tensor], weight: Tensor, *, chunk_rows: int = 4096
+) -> None:
+    """Compile what `loss` needs, with and without a gradient, and take its buffers.
+
+    `loss` maps rows [C, H] and labels [C] to losses [C] through the head [V, H], for example
+    `lambda x, labels: linear_kl(x, weight, x.detach(), labels=labels, ce_weight=0.5).loss`. After
+    it no batch of any number of rows compiles anything.
+    """
+    rows = chunk_rows if weight.is_cuda else 1
+    labels = torch.zeros(rows, dtype=torch.int64, device=weight.device)
+    for with_grad in (False, True):
+        x = torch.zeros(rows, weight.shape[1], dtype=weight.dtype, device=weight.device)
+        losses = loss(x.requires_grad_(with_grad), labels)
+        if with_grad:
+            losses.sum().backward()

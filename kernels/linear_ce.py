@@ -18,7 +18,9 @@ from dflash_offline.kernels.head_rows import (
     check_labels,
     empty_results,
     row_launch,
+    row_options,
     scale_rows,
+    warm_up_loss,
 )
 from dflash_offline.kernels.linear_ce_torch import torch_chunk
 from dflash_offline.kernels.logit_chunks import chunk_bounds, chunk_buffer, full_precision_sums
@@ -168,13 +170,13 @@ def _linear_ce_rows_kernel(
         # Before the label's block its equals are ahead of it; from it on they are not.
         threshold = tl.where(start < label_start, below, u_label)
         ahead += fold_sum((u > threshold).to(tl.int32), BLOCK_V)
-        # Bounded, so that absent columns give 0 * -1e4 and not 0 * inf.
-        shifted = tl.maximum(u - m, -1e4)
+        # Bounded, so that absent columns give 0 * -1e30 and not 0 * inf.
+        shifted = tl.maximum(u - m, -1e30)
         e = exp_scaled(shifted, unit)
         spread += fold_sum(e * shifted, BLOCK_V)
         if WITH_GRAD:
             if scaled_ptr is not None:
-                dz = 448.0 * exp_scaled(tl.maximum(u - top_other, -1e4), unit)
+                dz = 448.0 * exp_scaled(tl.maximum(u - top_other, -1e30), unit)
             else:
                 dz = e * scale
             if HAS_SOFTCAP:
@@ -325,11 +327,7 @@ def linear_ce(
     as_triton = use_triton(x, implementation)
     check_head(x, weight, as_triton=as_triton)
     check_labels(labels, num_rows=x.shape[0])
-    options = RowOptions(
-        with_grad=x.requires_grad and torch.is_grad_enabled(),
-        logit_scale=logit_scale,
-        softcap=softcap,
-    )
+    options = row_options(x, logit_scale=logit_scale, softcap=softcap)
     return LinearCE(*_LinearCE.apply(x, weight, labels, options, chunk_rows, as_triton))
 
 
@@ -340,21 +338,13 @@ def warm_up(
     softcap: float | None = None,
     vocab_size: int | None = None,
 ) -> None:
-    """Compile every kernel that linear_ce uses with this head, and take its buffer.
-
-    After it no batch of any number of rows compiles anything. `weight` is the [V, H] head.
-    """
-    rows = chunk_rows if weight.is_cuda else 1
-    labels = torch.zeros(rows, dtype=torch.int64, device=weight.device)
-    for with_grad in (False, True):
-        x = torch.zeros(rows, weight.shape[1], dtype=weight.dtype, device=weight.device)
-        result = linear_ce(
-            x.requires_grad_(with_grad),
-            weight,
-            labels,
-            softcap=softcap,
-            chunk_rows=chunk_rows,
-            vocab_size=vocab_size,
-        )
-        if with_grad:
-            result.nll.sum().backward()
+    """Compile every kernel that linear_ce uses with the head [V, H], and take its buffer."""
+    warm_up_loss(
+        lambda x, labels: (
+            linear_ce(
+                x, weight, labels, softcap=softcap, chunk_rows=chunk_rows, vocab_size=vocab_size
+            ).nll
+        ),
+        weight,
+        chunk_rows=chunk_rows,
+    )

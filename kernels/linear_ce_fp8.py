@@ -17,6 +17,7 @@ from dflash_offline.kernels.head_rows import (
     check_head,
     check_labels,
     empty_results,
+    row_options,
     scale_rows,
 )
 from dflash_offline.kernels.linear_ce import ApartLabel, triton_chunk
@@ -274,9 +275,5 @@ def linear_ce_fp8(
     as_triton = use_triton(x, implementation)
     check_head(x, head.weight, as_triton=as_triton)
     check_labels(labels, num_rows=x.shape[0])
-    options = RowOptions(
-        with_grad=x.requires_grad and torch.is_grad_enabled(),
-        logit_scale=logit_scale,
-        softcap=softcap,
-    )
+    options = row_options(x, logit_scale=logit_scale, softcap=softcap)
     return LinearCE(*_LinearCEFp8.apply(x, head, labels, options, chunk_rows, as_triton))

@@ -16,6 +16,7 @@ from dflash_offline.kernels.head_rows import (
     check_head,
     check_labels,
     empty_results,
+    row_options,
     scale_rows,
 )
 from dflash_offline.kernels.linear_ce import TILE_COLUMNS, ApartLabel, triton_chunk
@@ -357,11 +358,7 @@ def linear_ce_skip(
     vocab_size = head.token_of.shape[0]
     is_known = (labels >= 0) & (labels < vocab_size)
     columns = torch.where(is_known, head.column_of[labels.clamp(0, vocab_size - 1)], -1)
-    options = RowOptions(
-        with_grad=x.requires_grad and torch.is_grad_enabled(),
-        logit_scale=logit_scale,
-        softcap=softcap,
-    )
+    options = row_options(x, logit_scale=logit_scale, softcap=softcap)
     *out, bound, kept_frac = _LinearCESkip.apply(
         x, head, columns, options, chunk_rows, max_tile_mass, as_triton
     )

@@ -191,8 +191,8 @@ def _linear_kl_rows_kernel(
             logit_scale, softcap, HAS_SOFTCAP, HAS_LABELS,
         )  # fmt: skip
         q = exp_scaled(t - m_t, 1.0) * inv_t
-        # Bounded, so that absent columns give 0 * -1e4 and not 0 * inf.
-        shifted = tl.maximum(s - m_s, -1e4)
+        # Bounded, so that absent columns give 0 * -1e30 and not 0 * inf.
+        shifted = tl.maximum(s - m_s, -1e30)
         p = exp_scaled(shifted, 1.0) * inv_s
         r = d - c
         is_near = tl.abs(r) < 0.25
@@ -384,6 +384,7 @@ def linear_kl(
         check_labels(labels, num_rows=x.shape[0])
     elif ce_weight:
         raise ValueError(f"ce_weight is {ce_weight} without labels; pass labels or set it to 0")
+    head_rows.check_scale(logit_scale, softcap)
     options = KLOptions(
         with_grad=x.requires_grad and torch.is_grad_enabled(),
         kl_weight=kl_weight,

@@ -14,6 +14,7 @@ from dflash_offline.kernels.head_rows import (
     check_head,
     empty_results,
     row_launch,
+    row_options,
     scale_rows,
 )
 from dflash_offline.kernels.logit_chunks import chunk_bounds, chunk_buffer, full_precision_sums
@@ -354,11 +355,7 @@ def linear_kl_topk(
             f"topk_ids are {tuple(shape)}, topk_logprobs {tuple(topk_logprobs.shape)}; "
             f"both must be [{x.shape[0]}, k] with k at least 1"
         )
-    options = RowOptions(
-        with_grad=x.requires_grad and torch.is_grad_enabled(),
-        logit_scale=logit_scale,
-        softcap=softcap,
-    )
+    options = row_options(x, logit_scale=logit_scale, softcap=softcap)
     results = _LinearTopKKL.apply(
         x, weight, topk_ids, topk_logprobs.detach(), options, chunk_rows, as_triton
     )

@@ -7,7 +7,7 @@ from dflash_offline.kernels import head_rows, linear_kl_topk
 from dflash_offline.kernels import linear_kl as linear_kl_module
 from dflash_offline.kernels.linear_kl import linear_kl
 from dflash_offline.kernels.logit_chunks import release_buffers
-from dflash_offline.kernels.optional_triton import HAS_TRITON
+from dflash_offline.kernels.optional_triton import HAS_TRITON, triton
 from dflash_offline.kernels.reference_loss import linear_kl as reference_kl
 from dflash_offline.kernels.reference_loss import linear_kl_topk as reference_topk
 
@@ -321,6 +321,36 @@ class TestOnGpu:
             values = (*kl, *topk, *grads)
             first = first or values
             assert all(torch.equal(a, b) for a, b in zip(first, values, strict=True))
+
+    def test_ragged_steps_compile_and_wait_for_nothing(self, monkeypatch):
+        x, weight, teacher, labels, _ = problem(1500, 512, 20_011, dtype=torch.bfloat16)
+        logprobs, ids = torch.log_softmax((teacher @ weight.T).float(), dim=1).topk(64)
+
+        def losses(x, labels, teacher, ids, logprobs):
+            kl = linear_kl(x, weight, teacher, labels=labels, chunk_rows=512, **MIX)
+            topk = linear_kl_topk.linear_kl_topk(x, weight, ids, logprobs, chunk_rows=512)
+            return kl.loss + topk.loss
+
+        head_rows.warm_up_loss(
+            lambda x, labels: losses(x, labels, x.detach(), ids[: len(x)], logprobs[: len(x)]),
+            weight,
+            chunk_rows=512,
+        )
+        compiled = []
+        monkeypatch.setattr(
+            triton.knobs.runtime, "jit_post_compile_hook", lambda **kwargs: compiled.append(kwargs)
+        )
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for step in range(100):
+                part = slice(step % 13, step % 13 + 1 + step * 14)
+                rows = x[part].detach().requires_grad_()
+                losses(
+                    rows, labels[part], teacher[part], ids[part], logprobs[part]
+                ).sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert not compiled
 
     def test_topk_bf16(self):
         x, weight, teacher, _, upstream = problem(256, 1024, 32_001, dtype=torch.bfloat16, scale=3)
