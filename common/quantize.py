@@ -210,13 +210,21 @@ def decode_states(
     layer, token = encoded.exact_rows.long().unbind(1)
     is_feature = layer < num_layers
     features[layer[is_feature], token[is_feature]] = encoded.exact[is_feature]
-    if encoded.final_codes is None or encoded.final_scales is None:
-        return features, None
-    final = encoded.exact.new_empty(num_tokens, hidden)
+    has_final = encoded.final_codes is not None
+    return features, decode_final(encoded, calibration) if has_final else None
+
+
+def decode_final(encoded: EncodedStates, calibration: Calibration) -> Tensor:
+    """Return the bfloat16 final state [T, H] of codes that hold one."""
+    assert encoded.final_codes is not None, "the codes hold no final state"
+    assert encoded.final_scales is not None, "the codes hold no final state"
+    final = encoded.exact.new_empty(encoded.final_codes.shape)
     last = len(calibration.mean) - 1
     decode_rows(encoded.final_codes, encoded.final_scales, calibration, slot=last, out=final)
-    final[token[~is_feature]] = encoded.exact[~is_feature]
-    return features, final
+    slot, token = encoded.exact_rows.long().unbind(1)
+    is_final = slot == len(encoded.codes)
+    final[token[is_final]] = encoded.exact[is_final]
+    return final
 
 
 def decode_rows(

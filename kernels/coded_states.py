@@ -28,7 +28,7 @@ Letters: K captured layers, T tokens, H hidden width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -95,6 +95,20 @@ class CodedStates:
             for name, value in vars(self).items()
         }
         return CodedStates(**moved)
+
+    def first(self, num_tokens: int) -> CodedStates:
+        """Return the first tokens; copies what was not contiguous."""
+        cut = {
+            name: value[:, :num_tokens].contiguous() if torch.is_tensor(value) else value
+            for name, value in vars(self).items()
+            if name in ("values", "scales", "exact_slot")
+        }
+        return replace(self, **cut)
+
+    def pinned(self) -> CodedStates:
+        """Copy every buffer into page-locked memory."""
+        buffers = {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
+        return replace(self, **{name: value.pin_memory() for name, value in buffers.items()})
 
 
 def coded_states(

@@ -17,8 +17,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from dflash_offline.common.cache import Cache
+from dflash_offline.common.cache import Cache, CodedDocument, Document
+from dflash_offline.common.quantize import decode_final
 from dflash_offline.common.store import supervised
+from dflash_offline.kernels.coded_states import CodedStates, coded_states
 from dflash_offline.train.anchors import (
     AnchoredDocument,
     BlockLayout,
@@ -26,6 +28,7 @@ from dflash_offline.train.anchors import (
     build_pass,
     sample_anchors,
 )
+from dflash_offline.train.coded_context import CodedContext, coded_context
 from dflash_offline.train.order import WINDOW_PACKS, Draw, SampleOrder, StreamState
 
 # Steps built ahead of the one that trains.
@@ -56,7 +59,7 @@ class LoadedDocument:
     """A sample in host memory, ready to be cut into passes."""
 
     anchored: AnchoredDocument
-    features: torch.Tensor  # bfloat16 [K, T, H]
+    features: torch.Tensor | CodedStates  # bfloat16 [K, T, H], or what decodes to it
     final: torch.Tensor | None = None  # bfloat16 [T, H]
 
 
@@ -65,15 +68,17 @@ class PassInput:
     """One forward and backward: tables and states, on one device."""
 
     tables: PassTables
-    features: torch.Tensor  # [T, K*H]
+    features: torch.Tensor | CodedContext  # [T, K*H]; a tensor once it is on its device
     final: torch.Tensor | None = None  # [M, H], the state whose head output the label row predicts
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "PassInput":
         """Move to a device, states in the compute dtype."""
-        final = self.final
+        final, features = self.final, self.features
         return PassInput(
             tables=self.tables.to(device),
-            features=self.features.to(device, non_blocking=True).to(dtype),
+            features=features.decoded(device, dtype)
+            if isinstance(features, CodedContext)
+            else features.to(device, non_blocking=True).to(dtype),
             final=None if final is None else final.to(device, non_blocking=True).to(dtype),
         )
 
@@ -113,19 +118,32 @@ class PackReader:
         return self._held[pack][index]
 
     def _read(self, members: list[int]) -> dict[int, LoadedDocument]:
-        documents = self._cache.read_many(members, self._options.layers)
+        cache, layers = self._cache, self._options.layers
+        if cache.schema.is_coded:
+            return {coded.index: self._coded(coded) for coded in cache.read_codes(members, layers)}
         return {
             document.index: LoadedDocument(
-                anchored=AnchoredDocument(
-                    tokens=document.tokens,
-                    supervised=supervised(document.loss_mask, self._options.supervise),
-                    anchors=np.empty(0, np.int64),
-                ),
+                anchored=self._without_anchors(document),
                 features=document.features_torch(),
                 final=document.final_torch() if self._options.with_final else None,
             )
-            for document in documents
+            for document in cache.read_many(members, layers)
         }
+
+    def _coded(self, document: CodedDocument) -> LoadedDocument:
+        calibration, states = self._cache.calibration, document.states
+        return LoadedDocument(
+            anchored=self._without_anchors(document),
+            features=coded_states(states, calibration, document.slots),
+            final=decode_final(states, calibration) if self._options.with_final else None,
+        )
+
+    def _without_anchors(self, document: Document | CodedDocument) -> AnchoredDocument:
+        return AnchoredDocument(
+            tokens=document.tokens,
+            supervised=supervised(document.loss_mask, self._options.supervise),
+            anchors=np.empty(0, np.int64),
+        )
 
 
 class StepBuilder:
@@ -201,22 +219,30 @@ def cut_into_passes(
 def assemble(documents: Sequence[LoadedDocument], options: StreamOptions) -> PassInput:
     """Build one pass: tables, and the context's states token-major in one buffer."""
     tables = build_pass([each.anchored for each in documents], options.layout, options.table_sizes)
-    num_layers, _, hidden = documents[0].features.shape
-    features = torch.empty(
-        (sum(tables.context_lengths), num_layers, hidden),
-        dtype=options.dtype,
-        pin_memory=options.pinned,
-    )
-    start = 0
-    for document, length in zip(documents, tables.context_lengths, strict=True):
-        rows = features[start : start + length]
-        rows.copy_(document.features[:, :length].transpose(0, 1))
-        start += length
+    features = _context([each.features for each in documents], tables.context_lengths, options)
     final = _final_rows(documents, tables, options.dtype) if options.with_final else None
     if options.pinned:
         tables = tables.pin_memory()
         final = None if final is None else final.pin_memory()
-    return PassInput(tables=tables, features=features.flatten(1), final=final)
+    return PassInput(tables=tables, features=features, final=final)
+
+
+def _context(
+    documents: Sequence[torch.Tensor | CodedStates], lengths: Sequence[int], options: StreamOptions
+) -> torch.Tensor | CodedContext:
+    """Lay the context of documents out token-major, [T, K*H], or as codes where there are some."""
+    states = [each for each in documents if isinstance(each, torch.Tensor)]
+    if len(states) < len(documents):
+        return coded_context(documents, lengths, pinned=options.pinned)
+    num_layers, _, hidden = states[0].shape
+    features = torch.empty(
+        (sum(lengths), num_layers, hidden), dtype=options.dtype, pin_memory=options.pinned
+    )
+    start = 0
+    for document, length in zip(states, lengths, strict=True):
+        features[start : start + length].copy_(document[:, :length].transpose(0, 1))
+        start += length
+    return features.flatten(1)
 
 
 def _final_rows(
