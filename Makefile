@@ -24,8 +24,9 @@ STAMP := $(VENV)/.installed
 demo: $(STAMP)
 	@PATH="$(BIN):$$PATH" demo/run.sh demo-out
 
+# One thread a worker: several fight for the same cores. Tests of a file share its fixtures.
 test: $(STAMP)
-	@PATH="$(BIN):$$PATH" OMP_NUM_THREADS=1 python -m pytest -q -n auto -p no:cacheprovider $(PYTEST_ARGS)
+	@PATH="$(BIN):$$PATH" OMP_NUM_THREADS=1 pytest -q -n auto --dist loadfile -p no:cacheprovider $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check --quiet --no-cache .
