@@ -24,7 +24,7 @@ class CodedContext:
     parts: tuple[CodedStates | Tensor, ...]
 
     def decoded(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Return all rows [T, K*H] on a device; codes decode to bfloat16, as a reader gives them."""
+        """Return all rows [T, K*H] on a device; codes give what a reader of the store gives."""
         rows = [
             part.to(device, non_blocking=True)
             if isinstance(part, Tensor)
