@@ -96,7 +96,7 @@ def test_store_format_code(codec, corpus_maker, tmp_path, monkeypatch, capsys):
     with corpus.open(tmp_path / "cache") as store:
         corpus.commit(store)
     monkeypatch.chdir(tmp_path)
-    code, _ = blocks(DOCS / "store-format.md", "python")
+    (code,) = blocks(DOCS / "store-format.md", "python")
     values: dict = {}
     exec(code, values)
     last = corpus.features[-1]
@@ -115,16 +115,23 @@ def test_int_codec_code(codec, corpus_maker, tmp_path):
             rows.add(as_bfloat16(features))
         store.write_calibration(rows.fit(codec), {})
         corpus.commit(store)
-    _, code = blocks(DOCS / "store-format.md", "python")
-    values: dict = {"np": np}
-    exec(code, values)
+    (code,) = blocks(DOCS / "store-format.md", "python decode")
+    page: dict = {}
+    exec(code, page)
     theirs = zarr.open_group(tmp_path / "cache", mode="r")
+    mean, _, scale = np.moveaxis(theirs["calibration"][:], 1, 0)
     cache = open_cache(str(tmp_path / "cache"))
     for document in cache.read_many(cache.samples):
         sample = cache.plan.samples[document.index]
-        place = slice(sample.start, sample.start + sample.length)
+        rows = slice(sample.start, sample.start + sample.length)
+        index = theirs["exact_rows"][sample.pack]
+        at, token = np.divmod(index[index > 0] - 1, theirs["features"].shape[2])
         for slot in range(len(cache.schema.layers)):
-            bits = values["decode"](theirs, codec, sample.pack, slot, place)
+            codes = theirs["features"][sample.pack, slot, rows]
+            factors = theirs["scales"][sample.pack, slot, rows]
+            bits = page["decode"](codec, codes, factors, scale[slot], mean[slot])
+            for n in np.flatnonzero((at == slot) & (token >= rows.start) & (token < rows.stop)):
+                bits[token[n] - rows.start] = theirs["exact"][sample.pack, n]
             np.testing.assert_array_equal(bits, document.features[slot])
 
 
