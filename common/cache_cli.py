@@ -15,11 +15,21 @@ from dflash_offline.common.options import (
 _URL = "Store, a folder or any fsspec URL."
 
 
+def _storage_option() -> tuple[str, ...]:
+    return option(
+        help="Option of the URL's file system as KEY=VALUE, such as endpoint_url=http://host:9000.",
+        multiple=True,
+        secret=True,
+        metavar="KEY=VALUE",
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class InfoConfig:
     """Options of `dflash-cache info`."""
 
     url: str = option(help=_URL, argument=True, metavar="URL")
+    storage_option: tuple[str, ...] = _storage_option()
     json: bool = option(False, help="Print one JSON object instead of tables.")
 
 
@@ -28,6 +38,7 @@ class VerifyConfig:
     """Options of `dflash-cache verify`."""
 
     url: str = option(help=_URL, argument=True, metavar="URL")
+    storage_option: tuple[str, ...] = _storage_option()
     deep: bool = option(
         False, help="Read every byte: checksums, gaps, finite states, token ids in range."
     )
@@ -41,6 +52,7 @@ class RepairConfig:
     """Options of `dflash-cache repair`."""
 
     url: str = option(help=_URL, argument=True, metavar="URL")
+    storage_option: tuple[str, ...] = _storage_option()
     retry_quarantined: bool = option(
         False, help="Give up packs with quarantined samples too, so that they are computed again."
     )
@@ -51,6 +63,7 @@ class PreviewConfig:
     """Options of `dflash-cache preview`."""
 
     url: str = option(help=_URL, argument=True, metavar="URL")
+    storage_option: tuple[str, ...] = _storage_option()
     sample: str | None = option(help="Sample id; the first sample when left out.")
     max_tokens: int = option(400, help="Tokens shown at most.", type=click.IntRange(1))
 
@@ -61,6 +74,7 @@ class CopyConfig:
 
     source: str = option(help=_URL, argument=True, metavar="SRC")
     destination: str = option(help=_URL, argument=True, metavar="DST")
+    storage_option: tuple[str, ...] = _storage_option()
     codec: str | None = option(help="Codec of the copy; that of SRC when left out.")
     layers: str | None = option(help="Layer ids to keep, as 1,9,17; all when left out.")
     where: str | None = option(help="Condition on samples, as 'source == \"code\"'.")
@@ -71,6 +85,7 @@ class RemoveConfig:
     """Options of `dflash-cache rm`."""
 
     url: str = option(help=_URL, argument=True, metavar="URL")
+    storage_option: tuple[str, ...] = _storage_option()
     where: str | None = option(
         help="Give up the packs that hold only samples meeting this condition.", required=False
     )

@@ -50,16 +50,16 @@ def copy(config: CopyConfig) -> None:
         BadInput: the destination holds something else.
         DamagedStore: a byte of the source is not what was written.
     """
-    cache = open_cache(config.source, partial=True)
+    cache = open_cache(config.source, partial=True, storage_options=config.storage_option)
     if config.codec is None and config.layers is None and config.where is None:
-        count = _copy_objects(cache, config.destination)
+        count = _copy_objects(cache, config.destination, config.storage_option)
     else:
         count = _copy_content(cache, config)
     click.echo(f"{config.destination}: {count} packs, every byte checked")
 
 
-def _copy_objects(cache: Cache, destination: str) -> int:
-    blobs = blobs_at(destination)
+def _copy_objects(cache: Cache, destination: str, storage_options: Sequence[str]) -> int:
+    blobs = blobs_at(destination, storage_options)
     fixed = [*cache.fixed_files(), *(manifest_key(n) for n in range(count_plans(cache.blobs)))]
     if cache.schema.is_coded:
         fixed.append(CALIBRATION_MANIFEST_KEY)
@@ -67,7 +67,7 @@ def _copy_objects(cache: Cache, destination: str) -> int:
     # The root makes the destination a store that can be owned; it must be there first.
     fixed.sort(key=lambda key: key != GROUP_KEY)
     _copy_object(cache.blobs, blobs, fixed[0])
-    with own(destination):
+    with own(destination, storage_options):
         for key in fixed[1:]:
             _copy_object(cache.blobs, blobs, key)
         for pack in track(cache.packs, "copy", transient=True):
@@ -128,6 +128,7 @@ def _copy_content(cache: Cache, config: CopyConfig) -> int:
         masks=[document.loss_mask for document in documents],
         target_files=_target_files(cache),
         options={**cache.options, "copied_from": config.source},
+        storage_options=config.storage_option,
     ) as store:
         _calibrate(store, cache, list(itertools.chain.from_iterable(groups)))
         todo = sorted(set(range(plan.num_packs)) - store.committed)

@@ -37,7 +37,7 @@ def repair(config: RepairConfig) -> None:
     Raises:
         FoundProblems: a file that no run writes again is damaged.
     """
-    with own(config.url) as (blobs, header):
+    with own(config.url, config.storage_option) as (blobs, header):
         index, unreadable = scan_records(blobs)
         cache = Cache(blobs, index=index)
         broken = broken_packs(cache)
@@ -55,6 +55,7 @@ def repair(config: RepairConfig) -> None:
             blobs.replace(key, blobs.read(index_key(written.number - 1)))
         _delete_all(blobs, [*unreadable, *_damaged_tokens(cache, set(broken))])
         removed = _delete_leftovers(blobs, header.schema, set(kept.packs))
+        removed += len(blobs.drop_stale_uploads())
         click.echo(
             f"{config.url}: {len(kept.packs)} packs kept, {len(broken)} given up, "
             f"{removed} leftover objects deleted; dflash-extract computes what is missing"
@@ -104,7 +105,7 @@ def remove(config: RemoveConfig) -> None:
     if config.where is None:
         _remove_store(config)
         return
-    cache = open_cache(config.url, partial=True)
+    cache = open_cache(config.url, partial=True, storage_options=config.storage_option)
     chosen = np.flatnonzero(select(cache.plan, config.where)).tolist()
     chosen = sorted(set(chosen) & set(cache.samples))
     packs = sorted({cache.plan.samples[index].pack for index in chosen})
@@ -112,7 +113,7 @@ def remove(config: RemoveConfig) -> None:
     if not chosen or not (config.yes or click.confirm(question)):
         click.echo("nothing removed")
         return
-    with Store.open(config.url) as store:
+    with Store.open(config.url, config.storage_option) as store:
         for pack in track(packs, "rewrite", transient=True):
             _rewrite_without(store, cache, pack, set(chosen))
     click.echo(f"{len(chosen)} samples removed from {len(packs)} packs of {config.url}")
@@ -154,7 +155,7 @@ def _lay_out(
 
 
 def _remove_store(config: RemoveConfig) -> None:
-    with own(config.url) as (blobs, _header):
+    with own(config.url, config.storage_option) as (blobs, _header):
         keys = blobs.list("")
         if not (config.yes or click.confirm(f"Delete {len(keys)} objects of {config.url}?")):
             click.echo("nothing removed")

@@ -22,7 +22,7 @@ _BAR_CHARACTERS = 40
 
 def info(config: InfoConfig) -> None:
     """Print what a store holds."""
-    cache = open_cache(config.url, partial=True)
+    cache = open_cache(config.url, partial=True, storage_options=config.storage_option)
     summary = summarise(cache)
     if config.json:
         click.echo(json.dumps(summary, indent=1))
@@ -181,7 +181,7 @@ def preview(config: PreviewConfig) -> None:
     """Print a sample's text; supervised tokens are coloured, or bracketed without colours."""
     from transformers import AutoTokenizer
 
-    cache = open_cache(config.url, partial=True)
+    cache = open_cache(config.url, partial=True, storage_options=config.storage_option)
     sample_id = config.sample or cache.plan.samples[cache.samples[0]].id
     try:
         document = cache[sample_id]

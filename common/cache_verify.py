@@ -35,7 +35,7 @@ def verify(config: VerifyConfig) -> None:
     Raises:
         FoundProblems: something is wrong.
     """
-    cache = open_cache(config.url, partial=True)
+    cache = open_cache(config.url, partial=True, storage_options=config.storage_option)
     problems = find_problems(cache, deep=config.deep, threads=config.threads, progress=True)
     for problem in problems:
         click.echo(problem)
