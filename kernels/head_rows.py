@@ -134,12 +134,16 @@ def check_head(x: Tensor, weight: Tensor, *, as_triton: bool) -> None:
         raise ValueError("rows of x and weight must be contiguous; call contiguous() on them")
 
 
-def check_labels(labels: Tensor, *, num_rows: int) -> None:
-    """Raise ValueError unless labels are int64 [num_rows]; their values are not looked at."""
+def check_labels(labels: Tensor, *, num_rows: int) -> Tensor:
+    """Return labels contiguous; raise ValueError unless they are int64 [num_rows].
+
+    Their values are not looked at, which would wait for the GPU.
+    """
     if labels.shape != (num_rows,) or labels.dtype != torch.int64:
         raise ValueError(
             f"labels are {labels.dtype} {tuple(labels.shape)}; they must be int64 [{num_rows}]"
         )
+    return labels.contiguous()
 
 
 def warm_up_loss(

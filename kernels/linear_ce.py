@@ -326,7 +326,7 @@ def linear_ce(
     weight = weight[:vocab_size].detach()
     as_triton = use_triton(x, implementation)
     check_head(x, weight, as_triton=as_triton)
-    check_labels(labels, num_rows=x.shape[0])
+    labels = check_labels(labels, num_rows=x.shape[0])
     options = row_options(x, logit_scale=logit_scale, softcap=softcap)
     return LinearCE(*_LinearCE.apply(x, weight, labels, options, chunk_rows, as_triton))
 

@@ -274,6 +274,6 @@ def linear_ce_fp8(
     """
     as_triton = use_triton(x, implementation)
     check_head(x, head.weight, as_triton=as_triton)
-    check_labels(labels, num_rows=x.shape[0])
+    labels = check_labels(labels, num_rows=x.shape[0])
     options = row_options(x, logit_scale=logit_scale, softcap=softcap)
     return LinearCE(*_LinearCEFp8.apply(x, head, labels, options, chunk_rows, as_triton))

@@ -354,7 +354,7 @@ def linear_ce_skip(
     """
     as_triton = use_triton(x, implementation)
     check_head(x, head.weight, as_triton=as_triton)
-    check_labels(labels, num_rows=x.shape[0])
+    labels = check_labels(labels, num_rows=x.shape[0])
     vocab_size = head.token_of.shape[0]
     is_known = (labels >= 0) & (labels < vocab_size)
     columns = torch.where(is_known, head.column_of[labels.clamp(0, vocab_size - 1)], -1)

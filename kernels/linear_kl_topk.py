@@ -357,6 +357,12 @@ def linear_kl_topk(
         )
     options = row_options(x, logit_scale=logit_scale, softcap=softcap)
     results = _LinearTopKKL.apply(
-        x, weight, topk_ids, topk_logprobs.detach(), options, chunk_rows, as_triton
+        x,
+        weight,
+        topk_ids.contiguous(),
+        topk_logprobs.detach().contiguous(),
+        options,
+        chunk_rows,
+        as_triton,
     )
     return LinearTopKKL(*results)

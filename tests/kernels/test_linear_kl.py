@@ -322,6 +322,7 @@ class TestOnGpu:
             first = first or values
             assert all(torch.equal(a, b) for a, b in zip(first, values, strict=True))
 
+    @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
     def test_ragged_steps_compile_and_wait_for_nothing(self, monkeypatch):
         x, weight, teacher, labels, _ = problem(1500, 512, 20_011, dtype=torch.bfloat16)
         logprobs, ids = torch.log_softmax((teacher @ weight.T).float(), dim=1).topk(64)
