@@ -44,6 +44,7 @@ from dflash_offline.common.store import (
     read_header,
     read_plan,
 )
+from dflash_offline.common.store_size import estimate_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -359,4 +360,5 @@ def open_cache(
             f"{url} is unfinished ({len(cache.packs)} of {cache.plan.num_packs} packs); run the "
             "same dflash-extract again to finish it, or add --partial to use what is there"
         )
+    blobs.expect(estimate_bytes(cache.schema, cache.plan))
     return cache

@@ -8,6 +8,7 @@ offers it; wherever one of these is missing the same call goes through the page 
 import errno
 import fcntl
 import itertools
+import math
 import mmap
 import os
 import threading
@@ -35,6 +36,14 @@ _scratch = _Scratch()
 def aligned_buffer(num_bytes: int) -> memoryview:
     """Return page-aligned memory, zeroed, of at least one page."""
     return memoryview(mmap.mmap(-1, _round_up(max(1, num_bytes))))
+
+
+def empty_aligned(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Return an array to be filled; page-aligned when it is large enough for direct I/O to pay."""
+    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    if num_bytes < _SMALL_BYTES:
+        return np.empty(shape, dtype)
+    return np.frombuffer(aligned_buffer(num_bytes)[:num_bytes], dtype).reshape(shape)
 
 
 def scratch_buffer(num_bytes: int) -> memoryview:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dflash_offline.common.direct_io import empty_aligned
 from dflash_offline.common.store import (
     EXACT,
     EXACT_ROWS,
@@ -108,7 +109,7 @@ def read_rows(
     size, width = spec.chunk[-2:]
     per_slot = spec.shard[-2] // size
     first, last = tokens.start // size, -(-tokens.stop // size)
-    out = np.empty((len(slots), (last - first) * size, width), spec.dtype)
+    out = empty_aligned((len(slots), (last - first) * size, width), spec.dtype)
     wanted = [
         (slot * per_slot + chunk, out[row, (chunk - first) * size :][:size])
         for row, slot in enumerate(slots)

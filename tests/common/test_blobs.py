@@ -142,6 +142,24 @@ def test_large_stores_are_read_past_the_page_cache(blobs):
     assert blobs.reads_direct
 
 
+@pytest.mark.parametrize("codec", ["raw", "lossless"])
+def test_store_read_past_the_page_cache(tmp_path, corpus_maker, monkeypatch, codec):
+    monkeypatch.setattr(direct_io, "_SMALL_BYTES", 4096)
+    monkeypatch.setattr(LocalBlobs, "expect", lambda self, _size: setattr(self, "reads_direct", 1))
+    attempts = []
+    whole = direct_io._read_direct
+    monkeypatch.setattr(
+        direct_io, "_read_direct", lambda *given: attempts.append(whole(*given)) or attempts[-1]
+    )
+    corpus = corpus_maker(codec=codec)
+    with corpus.open(tmp_path / "s") as store:
+        corpus.commit(store)
+    cache = open_cache(str(tmp_path / "s"))
+    for document in cache.read_many(cache.samples):
+        np.testing.assert_array_equal(document.features, corpus.features[document.index])
+    assert len(attempts) >= 8, "every chunk was tried"
+
+
 def test_storage_options():
     pairs = ("endpoint_url=http://h:1/?a=b", "anon=true", 'client_kwargs={"x": 1}', "key=123")
     assert parse_storage_options(pairs) == {
