@@ -15,7 +15,8 @@ print(folder / "SmolLM2-135M-Instruct.Q4_1.gguf")')
 dflash-generate --target "$target" --data demo/prompts.jsonl --out "$out/answers.jsonl" \
     --max-new-tokens 96
 
-dflash-extract --target "$target" --data "$out/answers.jsonl" --out "$out/cache" --holdout 10%
+dflash-extract --target "$target" --data "$out/answers.jsonl" --out "$out/cache" --holdout 10% \
+    --batch-tokens 4096
 
 dflash-cache info "$out/cache"
 
@@ -23,6 +24,6 @@ dflash-train --cache "$out/cache" --out "$out/run" --draft-layers 2 --block-size
     --num-anchors 16 --lr 1e-3 --num-epochs 20
 
 dflash-eval --draft "$out/run/draft" --target "$target" --data demo/heldout.jsonl \
-    --max-new-tokens 64 --min-acceptance 1.7
+    --max-new-tokens 48 --min-acceptance 1.7
 
 echo "report: $out/run/report.html"
