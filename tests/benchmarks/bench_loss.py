@@ -303,7 +303,7 @@ def bench_skip(shape, load_s) -> None:
             f"{relative(grad, exact):.4f}, bound of a row's error {bound:.3f} on average"
         )
     times = alternate(runs, repeats=6, load_s=load_s)
-    bars = {"linear_ce_skip, mass 3e-03": 0.75}
+    bars = {"linear_ce_skip, mass 1e-03": 0.75}
     report(shape, "Tile skipping", times, "linear_ce", bars=bars)
 
 

@@ -295,7 +295,7 @@ def test_topk_ids_outside_the_vocabulary_are_poisoned(implementation, dtype, tol
     assert loss.isnan().tolist() == [True, False, True]
     assert grad[:, 0].isnan().tolist() == [True, False, True]
     with pytest.raises(ValueError, match="k at least 1"):
-        linear_kl_topk.linear_kl_topk(x, weight, ids[:2], logprobs)
+        linear_kl_topk.linear_kl_topk(x, weight, ids[:2], logprobs, implementation=implementation)
 
 
 @pytest.mark.gpu
