@@ -21,9 +21,9 @@ dflash-extract --target "$target" --data "$out/answers.jsonl" --out "$out/cache"
 dflash-cache info "$out/cache"
 
 dflash-train --cache "$out/cache" --out "$out/run" --draft-layers 2 --block-size 8 \
-    --num-anchors 16 --lr 1e-3 --num-epochs 20
+    --num-anchors 16 --samples-per-step 4 --loss dpace --lr 1e-3 --num-epochs 15
 
 dflash-eval --draft "$out/run/draft" --target "$target" --data demo/heldout.jsonl \
-    --max-new-tokens 48 --min-acceptance 1.7
+    --max-new-tokens 64 --min-acceptance 1.7
 
 echo "report: $out/run/report.html"
