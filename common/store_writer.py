@@ -7,42 +7,37 @@ T tokens of a pack, H hidden.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dflash_offline.common import records
-from dflash_offline.common.blobs import Blobs, blobs_at, in_parallel
+from dflash_offline.common.blobs import Blobs, blobs_at
 from dflash_offline.common.calibration_file import calibration_files, read_calibration
-from dflash_offline.common.codecs import codec_named
 from dflash_offline.common.errors import BadInput
 from dflash_offline.common.identity import Identity
-from dflash_offline.common.lease import Ownership, is_owner_key, take_ownership
+from dflash_offline.common.lease import Ownership, take_ownership
 from dflash_offline.common.pack_arrays import inner_chunks, state_arrays
 from dflash_offline.common.pack_index import PackIndex, read_pack_index, write_pack_index
 from dflash_offline.common.pack_reader import read_flat
-from dflash_offline.common.shards import ShardWriter
+from dflash_offline.common.plan_writer import (
+    NewPlan,
+    append_plan,
+    write_first_plan,
+    write_shard,
+)
 from dflash_offline.common.store import (
     CALIBRATION,
     COMMIT,
-    GROUP_KEY,
-    LOGS,
     LOSS_MASK,
     MANIFEST_KEY,
-    PLAN,
-    TARGET,
     TOKENS,
     Header,
     Plan,
     Schema,
     commit_key,
-    count_plans,
     exists,
-    group_json,
-    manifest_key,
-    pretty_json,
     read_header,
     read_plan,
     shard_key,
@@ -112,13 +107,11 @@ class Store:
         lock = take_ownership(blobs)
         store = cls(blobs, lock)
         try:
+            new = NewPlan(identity=identity, plan=plan, tokens=tokens, masks=masks)
             if not exists(blobs, MANIFEST_KEY):
-                store._write_first_plan(
-                    schema, identity, plan, tokens, masks, target_files, options
-                )
+                write_first_plan(blobs, schema, new, target_files=target_files, options=options)
             elif not planned:
-                store._load()
-                store._write_further_plan(identity, plan, tokens, masks)
+                append_plan(blobs, new)
             store._load()
             store._drop_uncommitted()
             store._restore_tokens(tokens, masks)
@@ -267,101 +260,7 @@ class Store:
     def _write_shard(
         self, name: str, pack: int, chunks: Iterable[np.ndarray | None]
     ) -> dict[str, Any]:
-        codec = codec_named(self.schema.arrays[name].codec)
-        writer = ShardWriter(chunks, codec)
-        num_bytes = self.blobs.create(shard_key(name, pack), writer.parts())
-        return {"bytes": num_bytes, "crc32c": writer.crcs}
-
-    def _write_first_plan(
-        self,
-        schema: Schema,
-        identity: Identity,
-        plan: Plan,
-        tokens: Sequence[np.ndarray],
-        masks: Sequence[np.ndarray],
-        target_files: Mapping[str, bytes | Path],
-        options: Mapping[str, Any],
-    ) -> None:
-        """Write everything that no pack changes, the manifest last; starts over if interrupted."""
-        self.schema, self.plan = schema, plan
-        for key in self.blobs.list(""):
-            if not is_owner_key(key) and not key.startswith(f"{LOGS}/"):
-                self.blobs.delete(key)
-        fixed = {GROUP_KEY: group_json(schema, identity, options)}
-        for name in (*schema.state_arrays, TOKENS, LOSS_MASK):
-            fixed[f"{name}/{GROUP_KEY}"] = pretty_json(schema.array_json(name, plan.num_packs))
-        digests = {}
-        for key, content in fixed.items():
-            digests[key] = records.copy_in(self.blobs, key, content)
-        for name, source in target_files.items():
-            key = f"{TARGET}/{name}"
-            digests[key] = records.copy_in(self.blobs, key, source)
-        self._write_plan(0, identity, plan, tokens, masks, first_pack=0, digests=digests)
-
-    def _write_further_plan(
-        self,
-        identity: Identity,
-        plan: Plan,
-        tokens: Sequence[np.ndarray],
-        masks: Sequence[np.ndarray],
-    ) -> None:
-        """Append a plan: its packs follow those that are planned, its manifest makes it count."""
-        first_pack, first_sample = self.plan.num_packs, len(self.plan.samples)
-        number = count_plans(self.blobs)
-        total = first_pack + plan.num_packs
-        for name in (TOKENS, LOSS_MASK):
-            for pack in range(first_pack, total):
-                if exists(self.blobs, shard_key(name, pack)):
-                    self.blobs.delete(shard_key(name, pack))
-        for key in self.blobs.list(f"{PLAN}/{number}"):
-            self.blobs.delete(key)
-        digests = {}
-        # The only objects ever replaced: the first axis of each array counts the planned packs.
-        for name in (*self.schema.state_arrays, TOKENS, LOSS_MASK):
-            key, content = f"{name}/{GROUP_KEY}", pretty_json(self.schema.array_json(name, total))
-            self.blobs.replace(key, content, expected=self.blobs.read(key))
-            digests[key] = records.sha256(content)
-        moved = Plan(
-            samples=[replace(s, pack=s.pack + first_pack) for s in plan.samples],
-            batches=[[[i + first_sample for i in b] for b in unit] for unit in plan.batches],
-            num_packs=plan.num_packs,
-            num_held_out_packs=plan.num_held_out_packs,
-            unit_packs=plan.unit_packs,
-            report=plan.report,
-        )
-        self._write_plan(
-            number, identity, moved, tokens, masks, first_pack=first_pack, digests=digests
-        )
-
-    def _write_plan(
-        self,
-        number: int,
-        identity: Identity,
-        plan: Plan,
-        tokens: Sequence[np.ndarray],
-        masks: Sequence[np.ndarray],
-        *,
-        first_pack: int,
-        digests: dict[str, str],
-    ) -> None:
-        """Write token shards, plan files and the manifest that closes them."""
-        members: list[list[int]] = [[] for _ in range(plan.num_packs)]
-        for index, sample in enumerate(plan.samples):
-            members[sample.pack - first_pack].append(index)
-
-        def write_tokens(at: int) -> dict[str, Any]:
-            return {
-                name: self._write_shard(
-                    name, first_pack + at, [_row(self.schema, plan, members[at], per_sample)]
-                )
-                for name, per_sample in ((TOKENS, tokens), (LOSS_MASK, masks))
-            }
-
-        token_files = in_parallel(self.blobs, write_tokens, range(plan.num_packs))
-        for name, content in records.plan_files(plan, token_files, identity.plan).items():
-            key = f"{PLAN}/{number}/{name}"
-            digests[key] = records.copy_in(self.blobs, key, content)
-        self.blobs.create(manifest_key(number), [records.manifest(digests)])
+        return write_shard(self.blobs, self.schema, name, pack, chunks)
 
     def _load(self) -> None:
         header = read_header(self.blobs)
@@ -438,14 +337,3 @@ def own(url: str, storage_options: Sequence[str] = ()) -> Iterator[tuple[Blobs, 
         yield blobs, header
     finally:
         lock.release()
-
-
-def _row(
-    schema: Schema, plan: Plan, members: Sequence[int], per_sample: Sequence[np.ndarray]
-) -> np.ndarray:
-    """Lay samples out as one row of a pack, zeros behind them."""
-    row = np.zeros(schema.pack_tokens, per_sample[members[0]].dtype)
-    for index in members:
-        sample = plan.samples[index]
-        row[sample.start : sample.start + sample.length] = per_sample[index]
-    return row

@@ -1,0 +1,154 @@
+"""What no pack changes: the root, the arrays' metadata, a plan with its tokens, the target's files.
+
+Everything is create-only and the manifest comes last, so that an interrupted creation or append
+does not count and starts over.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_offline.common import records
+from dflash_offline.common.blobs import Blobs, in_parallel
+from dflash_offline.common.codecs import codec_named
+from dflash_offline.common.identity import Identity
+from dflash_offline.common.lease import is_owner_key
+from dflash_offline.common.shards import ShardWriter
+from dflash_offline.common.store import (
+    GROUP_KEY,
+    LOGS,
+    LOSS_MASK,
+    PLAN,
+    TARGET,
+    TOKENS,
+    Plan,
+    Schema,
+    count_plans,
+    exists,
+    group_json,
+    manifest_key,
+    pretty_json,
+    read_header,
+    read_plan,
+    shard_key,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewPlan:
+    """A plan with what it was made from.
+
+    Attributes:
+        tokens: int32 [length] for every sample.
+        masks: uint8 [length] of `LossMask` bits for every sample.
+    """
+
+    identity: Identity
+    plan: Plan
+    tokens: Sequence[np.ndarray]
+    masks: Sequence[np.ndarray]
+
+
+def write_first_plan(
+    blobs: Blobs,
+    schema: Schema,
+    new: NewPlan,
+    *,
+    target_files: Mapping[str, bytes | Path],
+    options: Mapping[str, Any],
+) -> None:
+    """Write a new store up to its manifest, over whatever an interrupted creation left."""
+    for key in blobs.list(""):
+        if not is_owner_key(key) and not key.startswith(f"{LOGS}/"):
+            blobs.delete(key)
+    fixed = {GROUP_KEY: group_json(schema, new.identity, options)}
+    for name in schema.arrays:
+        fixed[f"{name}/{GROUP_KEY}"] = pretty_json(schema.array_json(name, new.plan.num_packs))
+    digests = {key: records.copy_in(blobs, key, content) for key, content in fixed.items()}
+    for name, source in target_files.items():
+        key = f"{TARGET}/{name}"
+        digests[key] = records.copy_in(blobs, key, source)
+    _write_plan(blobs, schema, new, number=0, first_pack=0, digests=digests)
+
+
+def append_plan(blobs: Blobs, new: NewPlan) -> None:
+    """Add a plan to a store: its packs follow those planned before, its manifest makes it count."""
+    header = read_header(blobs)
+    assert header is not None
+    schema = header.schema
+    planned, _ = read_plan(blobs, batches=False)
+    first_pack, first_sample = planned.num_packs, len(planned.samples)
+    total = first_pack + new.plan.num_packs
+    number = count_plans(blobs)
+    leftovers = [
+        shard_key(name, pack) for name in (TOKENS, LOSS_MASK) for pack in range(first_pack, total)
+    ]
+    for key in (*leftovers, *blobs.list(f"{PLAN}/{number}")):
+        if exists(blobs, key):
+            blobs.delete(key)
+    digests = {}
+    # The only objects ever replaced: the first axis of each array counts the planned packs.
+    for name in schema.arrays:
+        key, content = f"{name}/{GROUP_KEY}", pretty_json(schema.array_json(name, total))
+        blobs.replace(key, content, expected=blobs.read(key))
+        digests[key] = records.sha256(content)
+    moved = replace(
+        new.plan,
+        samples=[replace(s, pack=s.pack + first_pack) for s in new.plan.samples],
+        batches=[[[i + first_sample for i in b] for b in unit] for unit in new.plan.batches],
+    )
+    moved_plan = replace(new, plan=moved)
+    _write_plan(blobs, schema, moved_plan, number=number, first_pack=first_pack, digests=digests)
+
+
+def write_shard(
+    blobs: Blobs, schema: Schema, name: str, pack: int, chunks: Iterable[np.ndarray | None]
+) -> dict[str, Any]:
+    """Write one pack of one array; returns what its record says of it."""
+    writer = ShardWriter(chunks, codec_named(schema.arrays[name].codec))
+    num_bytes = blobs.create(shard_key(name, pack), writer.parts())
+    return {"bytes": num_bytes, "crc32c": writer.crcs}
+
+
+def _write_plan(
+    blobs: Blobs,
+    schema: Schema,
+    new: NewPlan,
+    *,
+    number: int,
+    first_pack: int,
+    digests: dict[str, str],
+) -> None:
+    """Write token shards, plan files and the manifest that closes them."""
+    plan = new.plan
+    members: list[list[int]] = [[] for _ in range(plan.num_packs)]
+    for index, sample in enumerate(plan.samples):
+        members[sample.pack - first_pack].append(index)
+
+    def write_tokens(at: int) -> dict[str, Any]:
+        return {
+            name: write_shard(
+                blobs, schema, name, first_pack + at, [_row(schema, plan, members[at], per_sample)]
+            )
+            for name, per_sample in ((TOKENS, new.tokens), (LOSS_MASK, new.masks))
+        }
+
+    token_files = in_parallel(blobs, write_tokens, range(plan.num_packs))
+    for name, content in records.plan_files(plan, token_files, new.identity.plan).items():
+        key = f"{PLAN}/{number}/{name}"
+        digests[key] = records.copy_in(blobs, key, content)
+    blobs.create(manifest_key(number), [records.manifest(digests)])
+
+
+def _row(
+    schema: Schema, plan: Plan, members: Sequence[int], per_sample: Sequence[np.ndarray]
+) -> np.ndarray:
+    """Lay samples out as one row of a pack, zeros behind them."""
+    row = np.zeros(schema.pack_tokens, per_sample[members[0]].dtype)
+    for index in members:
+        sample = plan.samples[index]
+        row[sample.start : sample.start + sample.length] = per_sample[index]
+    return row
