@@ -5,6 +5,7 @@ On the local file system the kernel keeps the lock. On object storage it is a le
 `<n>.beat` is rewritten every 15 s. A beat's age is taken between two times of the storage's clock.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -22,6 +23,7 @@ from dflash_offline.common.blobs import OWNER, Blobs, LocalBlobs, room_or_stoppe
 from dflash_offline.common.errors import BadInput, Stopped
 from dflash_offline.common.object_blobs import ObjectBlobs
 
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 BEAT_S = 15.0
 SILENCE_S = 90.0
 # Writing goes on for this long after the last beat that arrived, well before others may take over.
@@ -96,6 +98,14 @@ class LocalLock:
             owner = os.read(descriptor, 4096).decode(errors="replace").strip()
             os.close(descriptor)
             raise _taken(str(self.path.parent), owner) from None
+        except OSError as problem:
+            if problem.errno not in _NO_LOCKS:
+                raise
+            click.echo(
+                f"warning: {self.path.parent} is on a file system without locks, so a second run "
+                "would not be refused; never start one",
+                err=True,
+            )
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, description.encode(), 0)
         self._descriptor = descriptor

@@ -270,6 +270,8 @@ class S3Blobs(ObjectBlobs):
             if not self._exists(key):
                 raise ConnectionError("another write of the same object is under way") from None
             raise
+        except FileNotFoundError:
+            raise self._no_bucket() from None
 
     def _overwrite(self, key: str, content: bytes, **condition: str) -> None:
         target = {"Bucket": self._bucket, "Key": self._full(key)}
@@ -285,19 +287,22 @@ class S3Blobs(ObjectBlobs):
         except (OSError, BotoCoreError) as problem:
             raise self._translated(problem) from problem
 
+    def _no_bucket(self) -> BadInput:
+        return BadInput(f"{self.url}: bucket {self._bucket} does not exist; create it first")
+
     def _translated(self, problem: Exception) -> Exception:
         """Return what s3fs's exception means here."""
         if isinstance(problem, NoCredentialsError | PartialCredentialsError):
             return PermissionError(str(problem))
         code = _code(problem)
         if code == "NoSuchBucket":
-            return BadInput(f"{self.url}: bucket {self._bucket} does not exist; create it first")
+            return self._no_bucket()
         if code in _CONFLICTS:
             return FileExistsError(str(problem))
         if _is_refusal(problem):
             return Stopped(
-                f"{self.url}: the server refuses a request ({code}: {problem}); "
-                "what is committed is safe"
+                f"{self.url}: the server refuses a request ({code}: {problem}); servers that know "
+                "no checksums need --storage-option checksums=false; what is committed is safe"
             )
         return problem
 

@@ -1,5 +1,6 @@
 """Ownership: one live run, takeover of dead ones, and what happens to a run that was silent."""
 
+import errno
 import json
 import os
 import subprocess
@@ -9,7 +10,7 @@ import time
 import pytest
 
 from dflash_offline.common import lease
-from dflash_offline.common.blobs import blobs_at
+from dflash_offline.common.blobs import LocalBlobs, blobs_at
 from dflash_offline.common.errors import BadInput, Stopped
 from dflash_offline.common.lease import Lease, LocalLock, take_ownership
 from dflash_offline.common.object_blobs import ObjectBlobs
@@ -151,6 +152,15 @@ def test_local_lock_names_its_owner(tmp_path):
     first.check()
     first.release()
     LocalLock(tmp_path).acquire("third")
+
+
+def test_file_system_without_locks_warns(tmp_path, monkeypatch, capsys):
+    def refuse(*_arguments):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    take_ownership(LocalBlobs(tmp_path)).release()
+    assert "without locks" in capsys.readouterr().err
 
 
 def test_lease_on_s3(s3_server, s3_url):

@@ -116,6 +116,13 @@ def test_server_that_ignores_conditions_is_found(unconditional_server):
     assert blobs.read("k") == b"one"
 
 
+@pytest.mark.parametrize("client", CLIENTS)
+def test_missing_bucket(unconditional_server, client):
+    blobs = blobs_at("s3://nowhere/p", (*unconditional_server.options, f"client={client}"))
+    with pytest.raises(BadInput, match="bucket nowhere does not exist; create it first"):
+        blobs.create("k", [b"one"])
+
+
 def test_store_on_such_a_server_warns(unconditional_server, corpus_maker, capsys):
     corpus = corpus_maker(lengths=(40, 20), num_held_out=0)
     corpus.open("s3://bucket/p", storage_options=unconditional_server.options).close()
