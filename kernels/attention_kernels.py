@@ -319,6 +319,10 @@ def _block_attention_bwd_kv_kernel(
         offs_l = tl.cast(slot, tl.int64) * R + offs_m
         lse = tl.load(lse_ptr + offs_l)
         delta = tl.load(delta_ptr + offs_l)
+        if SLOTS * R < BLOCK_M:
+            # Rows that only fill the tile: p = exp2(0 - inf) = 0.
+            lse = tl.where(offs_m < SLOTS * R, lse, float("inf"))
+            delta = tl.where(offs_m < SLOTS * R, delta, 0.0)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
         if (slot < whole) | (slot + SLOTS > ragged):

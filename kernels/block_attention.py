@@ -320,7 +320,8 @@ def block_attention(
 
     Returns:
         [N, Hq, D] in the dtype of `q`; differentiable in q and all keys and values. The kernels
-        take bfloat16, float16 and, slowly, float32; head dimensions 64, 96, 128 and 256.
+        take bfloat16, float16 and, slowly and to dimension 128, float32; head dimensions 64, 96,
+        128 and 256.
 
     Raises:
         ValueError: shapes that do not fit together, or that the kernels do not have.
@@ -373,6 +374,8 @@ def _check_supported(q: Tensor, k_ctx: Tensor, tables: BlockTables) -> None:
             f"q is {q.dtype} and k_ctx {k_ctx.dtype}; kernels need both in bfloat16, float16 or "
             f"float32; {remedy}"
         )
+    if q.dtype == torch.float32 and q.shape[-1] > 128:
+        raise ValueError(f"float32 kernels go to head dimension 128, not {q.shape[-1]}; {remedy}")
     if tables.lo.device != q.device:
         raise ValueError(f"tables are on {tables.lo.device}, q on {q.device}; use tables.to(...)")
 
