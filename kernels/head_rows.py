@@ -43,7 +43,9 @@ def row_options(x: Tensor, *, logit_scale: float, softcap: float | None) -> RowO
     """
     check_scale(logit_scale, softcap)
     with_grad = x.requires_grad and torch.is_grad_enabled()
-    return RowOptions(with_grad=with_grad, logit_scale=logit_scale, softcap=softcap)
+    # Triton would compile a whole number in as a constant of its own type.
+    softcap = None if softcap is None else float(softcap)
+    return RowOptions(with_grad=with_grad, logit_scale=float(logit_scale), softcap=softcap)
 
 
 def check_scale(logit_scale: float, softcap: float | None) -> None:

@@ -389,12 +389,12 @@ def linear_kl(
     head_rows.check_scale(logit_scale, softcap)
     options = KLOptions(
         with_grad=x.requires_grad and torch.is_grad_enabled(),
-        kl_weight=kl_weight,
-        reverse_kl_weight=reverse_kl_weight,
-        tv_weight=tv_weight,
-        ce_weight=ce_weight,
-        logit_scale=logit_scale,
-        softcap=softcap,
+        kl_weight=float(kl_weight),
+        reverse_kl_weight=float(reverse_kl_weight),
+        tv_weight=float(tv_weight),
+        ce_weight=float(ce_weight),
+        logit_scale=float(logit_scale),
+        softcap=None if softcap is None else float(softcap),
     )
     results = _LinearKL.apply(x, weight, teacher_x.detach(), labels, options, chunk_rows, as_triton)
     return LinearKL(*results)

@@ -99,6 +99,7 @@ def test_linear_ce(implementation, dtype, tolerance, columns):
     [
         pytest.param({"logit_scale": 0.25}, id="scale"),
         pytest.param({"logit_scale": 2.0, "softcap": 3.0}, id="scale and soft-cap"),
+        pytest.param({"logit_scale": 2, "softcap": 3}, id="whole numbers"),
         pytest.param({"vocab_size": 251}, id="padded head"),
         pytest.param({"chunk_rows": 4}, id="ragged chunks"),
     ],
@@ -294,6 +295,13 @@ def test_inputs_that_do_not_go_together(change, message):
     x, weight, labels, _ = problem(4, 8, 16, dtype=torch.float32)
     with pytest.raises(ValueError, match=message):
         linear_ce(*change(x, weight, labels))
+
+
+@pytest.mark.parametrize("options", [{"logit_scale": 0.0}, {"softcap": -1.0}])
+def test_scales_above_zero(options):
+    x, weight, labels, _ = problem(4, 8, 16, dtype=torch.float32)
+    with pytest.raises(ValueError, match="above 0"):
+        linear_ce(x, weight, labels, **options)
 
 
 def test_unknown_implementation():
