@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from dflash_offline.common import direct_io
-from dflash_offline.common.direct_io import write_durably
+from dflash_offline.common.direct_io import Seen, write_durably
 from dflash_offline.common.errors import BadInput, Stopped
 
 # What ownership keeps beside a store's content: a file, on object storage a folder.
@@ -44,11 +44,13 @@ class Blobs(Protocol):
         """Return bytes from `offset` (from the end when negative); fewer where it ends."""
         ...
 
-    def read_into(self, key: str, offset: int, *buffers: memoryview) -> int:
+    def read_into(
+        self, key: str, offset: int, *buffers: memoryview, seen: Seen | None = None
+    ) -> int:
         """Fill buffers one after another from `offset`; returns the bytes read, fewer at the end.
 
         Page-aligned buffers, page-locked memory for one, are filled without a copy where storage
-        allows it.
+        allows it. `seen` is called with the pieces of the first buffer, in order, as they come.
         """
         ...
 
@@ -126,8 +128,12 @@ class LocalBlobs:
         count = direct_io.read_into(path, offset, [memoryview(content)], direct=False)
         return bytes(content[:count])
 
-    def read_into(self, key: str, offset: int, *buffers: memoryview) -> int:
-        return direct_io.read_into(self.root / key, offset, buffers, direct=self.reads_direct)
+    def read_into(
+        self, key: str, offset: int, *buffers: memoryview, seen: Seen | None = None
+    ) -> int:
+        return direct_io.read_into(
+            self.root / key, offset, buffers, direct=self.reads_direct, seen=seen
+        )
 
     def size(self, key: str) -> int:
         return (self.root / key).stat().st_size

@@ -15,6 +15,7 @@ from zlib import crc32
 import fsspec
 
 from dflash_offline.common.blobs import OWNER, UPLOAD_AGE_S
+from dflash_offline.common.direct_io import Seen
 from dflash_offline.common.errors import BadInput, Stopped
 
 # A request that hangs is given up after this time.
@@ -74,7 +75,9 @@ class ObjectBlobs:
         end = None if offset < 0 else offset + length
         return bytes(self._persist(lambda: self._get(key, offset, end), "reading", key))[:length]
 
-    def read_into(self, key: str, offset: int, *buffers: memoryview) -> int:
+    def read_into(
+        self, key: str, offset: int, *buffers: memoryview, seen: Seen | None = None
+    ) -> int:
         end = offset + sum(map(len, buffers))
         content = memoryview(
             self._persist(lambda: self._get(key, offset, end), "reading", key)
@@ -84,6 +87,8 @@ class ObjectBlobs:
             piece = content[done : done + len(buffer)]
             buffer[: len(piece)] = piece
             done += len(piece)
+        if seen is not None:
+            seen(buffers[0][:done])
         return done
 
     def size(self, key: str) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 
 from dflash_offline.common.blobs import Blobs
 from dflash_offline.common.codecs import codec_named
+from dflash_offline.common.direct_io import Seen
 from dflash_offline.common.errors import DamagedStore
 from dflash_offline.common.shards import BadShard, index_bytes, parse_index, read_chunk
 from dflash_offline.common.store import Schema, shard_key
@@ -76,16 +77,16 @@ def _read_once(
         _check_size(len(content), record["bytes"])
         ending = bytes(content[-tail:])
 
-        def read_into(offset: int, *buffers: memoryview) -> int:
-            return _copy(content[offset:], buffers)
+        def read_into(offset: int, *buffers: memoryview, seen: Seen | None = None) -> int:
+            return _copy(content[offset:], buffers, seen)
     else:
         if blobs.rereads == 0:
             # Where it costs nothing; a request more elsewhere, and the index would not match.
             _check_size(blobs.size(key), record["bytes"])
         ending = blobs.read_range(key, -tail, tail)
 
-        def read_into(offset: int, *buffers: memoryview) -> int:
-            return blobs.read_into(key, offset, *buffers)
+        def read_into(offset: int, *buffers: memoryview, seen: Seen | None = None) -> int:
+            return blobs.read_into(key, offset, *buffers, seen=seen)
 
     index = parse_index(ending, spec.num_chunks)
 
@@ -107,10 +108,12 @@ def _check_size(num_bytes: int, recorded: int) -> None:
         raise BadShard(f"{num_bytes} bytes where {recorded} were written")
 
 
-def _copy(content: memoryview, buffers: Sequence[memoryview]) -> int:
+def _copy(content: memoryview, buffers: Sequence[memoryview], seen: Seen | None) -> int:
     done = 0
     for buffer in buffers:
         piece = content[done : done + len(buffer)]
         buffer[: len(piece)] = piece
         done += len(piece)
+    if seen is not None:
+        seen(buffers[0][:done])
     return done

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dflash_offline.common.blobs import UPLOAD_AGE_S, Blobs
-from dflash_offline.common.direct_io import read_into
+from dflash_offline.common.direct_io import Seen, read_into
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _SUFFIX = ".part"
@@ -44,12 +44,14 @@ class ReadCache:
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (self.source, self._folder, self._limit_bytes)
 
-    def read_into(self, key: str, offset: int, *buffers: memoryview) -> int:
+    def read_into(
+        self, key: str, offset: int, *buffers: memoryview, seen: Seen | None = None
+    ) -> int:
         wanted = sum(map(len, buffers))
         name = self._name(key, offset, wanted)
-        if self._has_filled(name, buffers):
+        if self._has_filled(name, buffers, seen):
             return wanted
-        count = self.source.read_into(key, offset, *buffers)
+        count = self.source.read_into(key, offset, *buffers, seen=seen)
         if count == wanted:
             self._keep(name, buffers)
         return count
@@ -61,7 +63,7 @@ class ReadCache:
         # The index at the end of a shard, mostly; `offset` is negative then, and part of the name.
         content = memoryview(bytearray(length))
         name = self._name(key, offset, length)
-        if self._has_filled(name, [content]):
+        if self._has_filled(name, [content], None):
             return bytes(content)
         found = self.source.read_range(key, offset, length)
         if len(found) == length:
@@ -110,7 +112,7 @@ class ReadCache:
     def _name(self, key: str, offset: int, length: int) -> str:
         return f"{self._prefix(key)}-{offset}-{length}{_SUFFIX}"
 
-    def _has_filled(self, name: str, buffers: Sequence[memoryview]) -> bool:
+    def _has_filled(self, name: str, buffers: Sequence[memoryview], seen: Seen | None) -> bool:
         """Fill buffers from what is kept, if it is and is whole."""
         with self._guard:
             if name not in self._sizes:
@@ -118,8 +120,9 @@ class ReadCache:
             self._sizes.move_to_end(name)
         # Another process may have dropped it.
         with suppress(FileNotFoundError):
-            wanted = sum(map(len, buffers))
-            if read_into(self._folder / name, 0, buffers, direct=False) == wanted:
+            path = self._folder / name
+            if path.stat().st_size == sum(map(len, buffers)):
+                read_into(path, 0, buffers, direct=False, seen=seen)
                 return True
         self._drop(name)
         return False

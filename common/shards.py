@@ -33,6 +33,16 @@ def checksum(data: Any) -> int:
     return crc32c(data, gil_release_mode=1)
 
 
+class RunningChecksum:
+    """The CRC-32C of pieces that come one after another."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def add(self, piece: memoryview) -> None:
+        self.value = crc32c(piece, self.value, gil_release_mode=1)
+
+
 def array_metadata(
     shape: tuple[int, ...], shard: tuple[int, ...], inner: tuple[int, ...], dtype: str, codec: Codec
 ) -> dict[str, Any]:
@@ -137,8 +147,8 @@ def read_chunk(
     """Read one inner chunk into `out`, checked against its own and the recorded checksum.
 
     Args:
-        read_into: fills buffers with the object's bytes, `read_into(offset, *buffers)`, and
-            returns how many it read.
+        read_into: fills buffers with the object's bytes, `read_into(offset, *buffers, seen=…)`,
+            and returns how many it read; calls `seen` with the pieces of the first buffer.
         entry: where the chunk lies, from `parse_index`.
         recorded_crc: what the commit record says.
         out: C-contiguous array of the inner chunk's shape; `raw` bytes are read straight into it.
@@ -152,8 +162,9 @@ def read_chunk(
     offset, length = entry
     if isinstance(codec, Raw) and length == out.nbytes + CRC_BYTES:
         payload, tail = memoryview(out).cast("B"), memoryview(bytearray(CRC_BYTES))
-        _check_length(read_into(offset, payload, tail), length)
-        _check_crc(payload, tail, recorded_crc)
+        running = RunningChecksum()
+        _check_length(read_into(offset, payload, tail, seen=running.add), length)
+        _check_crc(running.value, tail, recorded_crc)
         return
     if length > _LONGEST_FACTOR * out.nbytes + ALIGN_BYTES:
         raise BadShard(f"chunk of {length} bytes for {out.nbytes} of content")
@@ -178,7 +189,7 @@ def decode_chunk(
     if len(stored) <= CRC_BYTES:
         raise BadShard(f"chunk of {len(stored)} bytes")
     payload = stored[:-CRC_BYTES]
-    _check_crc(payload, stored[-CRC_BYTES:], recorded_crc)
+    _check_crc(checksum(payload), stored[-CRC_BYTES:], recorded_crc)
     try:
         codec.decode(payload, out)
     except ValueError as problem:
@@ -190,9 +201,9 @@ def _check_length(num_bytes: int, expected: int) -> None:
         raise BadShard(f"{num_bytes} bytes where {expected} are expected")
 
 
-def _check_crc(payload: memoryview, tail: memoryview, recorded_crc: int | None) -> None:
+def _check_crc(computed: int, tail: memoryview, recorded_crc: int | None) -> None:
     (crc,) = struct.unpack("<I", tail)
     if crc != recorded_crc:
         raise BadShard("chunk checksum differs from the commit record")
-    if checksum(payload) != crc:
+    if computed != crc:
         raise BadShard("chunk checksum")

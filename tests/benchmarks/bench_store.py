@@ -24,7 +24,7 @@ import numpy as np
 
 from dflash_offline.common.blobs import Blobs, LocalBlobs, blobs_at
 from dflash_offline.common.codecs import codec_named
-from dflash_offline.common.direct_io import aligned_buffer
+from dflash_offline.common.direct_io import Seen, aligned_buffer
 from dflash_offline.common.pack_arrays import inner_chunks
 from dflash_offline.common.pack_reader import read_chunks
 from dflash_offline.common.shards import ShardWriter
@@ -144,10 +144,12 @@ def bench_subset(folder: Path, tokens: int) -> None:
     moved = 0
 
     class Counting(LocalBlobs):
-        def read_into(self, key: str, offset: int, *buffers: memoryview) -> int:
+        def read_into(
+            self, key: str, offset: int, *buffers: memoryview, seen: Seen | None = None
+        ) -> int:
             nonlocal moved
             moved += sum(map(len, buffers))
-            return super().read_into(key, offset, *buffers)
+            return super().read_into(key, offset, *buffers, seen=seen)
 
         def read_range(self, key: str, offset: int, length: int) -> bytes:
             nonlocal moved

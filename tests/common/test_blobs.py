@@ -108,7 +108,15 @@ def test_direct_io_writes_and_reads_every_byte(folder, monkeypatch):
                 memory = direct_io.aligned_buffer(300_000)
                 start, length = rng.choice([0, 7]), rng.choice([4096, 65536, 250_001])
                 buffers = [memory[start : start + length], memoryview(bytearray(4))]
-                count = direct_io.read_into(path, offset, buffers, direct=is_direct)
+                pieces: list[bytes] = []
+                count = direct_io.read_into(
+                    path,
+                    offset,
+                    buffers,
+                    direct=is_direct,
+                    seen=lambda piece, pieces=pieces: pieces.append(bytes(piece)),
+                )
+                assert b"".join(pieces) == expected[offset : offset + length]
                 wanted = expected[offset : offset + length + 4]
                 assert count == len(wanted)
                 assert b"".join(buffers)[:count] == wanted
@@ -178,9 +186,9 @@ class CountingBlobs(LocalBlobs):
 
     num_bytes = 0
 
-    def read_into(self, key, offset, *buffers):
+    def read_into(self, key, offset, *buffers, seen=None):
         self.num_bytes += sum(map(len, buffers))
-        return super().read_into(key, offset, *buffers)
+        return super().read_into(key, offset, *buffers, seen=seen)
 
 
 def test_read_cache(tmp_path):
