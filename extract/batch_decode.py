@@ -79,13 +79,11 @@ def decode_batch(
             **{target.cache_argument(): cache},
         ).logits[:, -1]  # [B, V]
         chosen = _choose(logits, draws[running, step], sampling)
-        for row, token, stops_here in zip(
-            running.tolist(), chosen.tolist(), torch.isin(chosen, stops).tolist(), strict=True
-        ):
-            if not ended[row]:
-                ended[row] = stops_here
-                if not stops_here:
-                    new_tokens[row].append(token)
+        stopped = torch.isin(chosen, stops).tolist()
+        for row, token, is_stop in zip(running.tolist(), chosen.tolist(), stopped, strict=True):
+            if not (ended[row] or is_stop):
+                new_tokens[row].append(token)
+            ended[row] = ended[row] or is_stop
         if watch is not None:
             watch(step + 1, sum(map(len, new_tokens)))
         going = torch.tensor([not ended[row] for row in running.tolist()], device=device)

@@ -162,7 +162,9 @@ class TrainConfig:
         type=click.FloatRange(min=0, min_open=True),
         names=("--clip", "--max-grad-norm"),
     )
-    seed: int = option(0, help="Seed of weights, sample order and anchors.", type=int)
+    seed: int = option(
+        0, help="Seed of weights, sample order and anchors.", type=click.IntRange(0, 2**63 - 1)
+    )
     device: str = option("auto", help="Where to train.", type=click.Choice(["auto", "cpu", "cuda"]))
     dtype: str = option(
         "auto",
