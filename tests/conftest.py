@@ -1,15 +1,22 @@
 """Fixtures that several packages' tests share: a small store with random states, a tiny target."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save
 
 from dflash_offline.common.identity import Identity
 from dflash_offline.common.store import LossMask, Plan, Sample, Schema
 from dflash_offline.common.store_writer import Store
+
+# Kernels run on the device where there is one, else in Triton's interpreter. Triton reads the
+# variable when a kernel is defined, so it must stand before any test imports one.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 VOCAB, HIDDEN, LAYERS = 97, 64, (1, 3)
 TARGET_CONFIG = b"""{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"],

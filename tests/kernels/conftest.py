@@ -1,13 +1,7 @@
-"""Kernels run on the device where there is one, else in Triton's interpreter."""
-
-import os
+"""Marks of the kernel tests; tests/conftest.py turns Triton's interpreter on without a device."""
 
 import pytest
 import torch
-
-# Triton reads it when a kernel is defined, so it must stand before any kernel module is imported.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(items):
