@@ -24,6 +24,6 @@ dflash-train --cache "$out/cache" --out "$out/run" --draft-layers 2 --block-size
     --num-anchors 16 --samples-per-step 4 --loss dpace --lr 1e-3 --num-epochs 15
 
 dflash-eval --draft "$out/run/draft" --target "$target" --data demo/heldout.jsonl \
-    --max-new-tokens 64 --min-acceptance 1.7
+    --num-prompts 12 --max-new-tokens 64 --min-acceptance 1.7
 
 echo "report: $out/run/report.html"
