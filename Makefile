@@ -8,7 +8,6 @@
 PYTHON ?= python3
 VENV ?= .venv
 # A pinned torch: an open range takes the newest CUDA build, several gigabytes that nothing here needs.
-# For a CPU-only wheel: make TORCH='torch --index-url https://download.pytorch.org/whl/cpu'
 TORCH ?= torch==2.13.0
 # Runs the GPU kernels on the CPU, through Triton's interpreter; it is published for Linux only.
 TRITON ?= $(if $(filter Linux,$(shell uname -s)),triton==3.6.0)
