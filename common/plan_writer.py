@@ -131,7 +131,11 @@ def _write_plan(
     def write_tokens(at: int) -> dict[str, Any]:
         return {
             name: write_shard(
-                blobs, schema, name, first_pack + at, [_row(schema, plan, members[at], per_sample)]
+                blobs,
+                schema,
+                name,
+                first_pack + at,
+                [token_row(schema, plan, name, {i: per_sample[i] for i in members[at]})],
             )
             for name, per_sample in ((TOKENS, new.tokens), (LOSS_MASK, new.masks))
         }
@@ -143,12 +147,12 @@ def _write_plan(
     blobs.create(manifest_key(number), [records.manifest(digests)])
 
 
-def _row(
-    schema: Schema, plan: Plan, members: Sequence[int], per_sample: Sequence[np.ndarray]
+def token_row(
+    schema: Schema, plan: Plan, name: str, by_sample: Mapping[int, np.ndarray]
 ) -> np.ndarray:
-    """Lay samples out as one row of a pack, zeros behind them."""
-    row = np.zeros(schema.pack_tokens, per_sample[members[0]].dtype)
-    for index in members:
+    """Lay tokens or masks out as one row of a pack, [pack_tokens]; zeros where none is given."""
+    row = np.zeros(schema.pack_tokens, schema.arrays[name].dtype)
+    for index, values in by_sample.items():
         sample = plan.samples[index]
-        row[sample.start : sample.start + sample.length] = per_sample[index]
+        row[sample.start : sample.start + sample.length] = values
     return row

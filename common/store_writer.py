@@ -24,6 +24,7 @@ from dflash_offline.common.pack_reader import read_flat
 from dflash_offline.common.plan_writer import (
     NewPlan,
     append_plan,
+    token_row,
     write_first_plan,
     write_shard,
 )
@@ -285,23 +286,22 @@ class Store:
     ) -> None:
         """Write an uncommitted pack's token arrays again, zeros for samples that are not given."""
         for name, given in ((TOKENS, tokens), (LOSS_MASK, masks)):
-            row = np.zeros(self.schema.pack_tokens, self.schema.arrays[name].dtype)
-            for index, values in given.items():
-                row[self._starts[index] :][: self._lengths[index]] = values
+            row = token_row(self.schema, self.plan, name, given)
             self.blobs.delete(shard_key(name, pack))
             self._token_files[pack][name] = self._write_shard(name, pack, [row])
 
     def _restore_tokens(self, tokens: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> None:
         """Write token shards that a repair gave up, if the corpus is at hand and still the same."""
         first = len(self.plan.samples) - len(tokens)
+        # One listing an array: asking for each shard costs a request a pack on object storage.
+        present = {key for name in (TOKENS, LOSS_MASK) for key in self.blobs.list(f"{name}/c")}
         for pack in set(range(self.plan.num_packs)) - self.committed:
             for name, per_sample in ((TOKENS, tokens), (LOSS_MASK, masks)):
                 members = self._packs[pack]
-                if exists(self.blobs, shard_key(name, pack)) or min(members) < first:
+                if shard_key(name, pack) in present or min(members) < first:
                     continue
-                row = np.zeros(self.schema.pack_tokens, self.schema.arrays[name].dtype)
-                for index in members:
-                    row[self._starts[index] :][: self._lengths[index]] = per_sample[index - first]
+                given = {index: per_sample[index - first] for index in members}
+                row = token_row(self.schema, self.plan, name, given)
                 if self._write_shard(name, pack, [row]) != self._token_files[pack][name]:
                     self.blobs.delete(shard_key(name, pack))
                     raise BadInput(
