@@ -1,0 +1,126 @@
+"""What an extraction will do, before the target is loaded: options, layers, corpus and plan."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from dflash_offline.common.chat import ChatOptions
+from dflash_offline.common.codecs import check_codec
+from dflash_offline.common.identity import Scalar
+from dflash_offline.common.layer_ids import resolve_layers
+from dflash_offline.common.store import Plan, Schema
+from dflash_offline.common.target import load_config, load_tokenizer
+from dflash_offline.extract.config import ExtractConfig
+from dflash_offline.extract.corpus import CorpusReader, TokenRow
+from dflash_offline.extract.fast_path import check_fast_path
+from dflash_offline.extract.plan import PlanOptions, make_plan, padded_fraction
+from dflash_offline.extract.settings import check_teacher, parse_holdout, resolve_max_length
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """Everything that is known before the target is loaded."""
+
+    tokenizer: PreTrainedTokenizerBase
+    chat: ChatOptions
+    schema: Schema
+    plan: Plan
+    rows: list[TokenRow]  # in the order of the plan's samples
+    plan_fields: dict[str, Scalar]
+
+    @property
+    def tokens(self) -> list[np.ndarray]:
+        """Token ids of every sample, int32 [length]."""
+        return [row.tokens for row in self.rows]
+
+    @property
+    def masks(self) -> list[np.ndarray]:
+        """Loss mask of every sample, uint8 [length]."""
+        return [row.mask for row in self.rows]
+
+
+def plan_extraction(config: ExtractConfig, device: torch.device) -> Planned:
+    """Check options, read the corpus and make the plan; loads no weights, writes nothing."""
+    check_teacher(config.teacher)
+    holdout = parse_holdout(config.holdout)
+    chat = ChatOptions.from_options(
+        config.chat_template, config.chat_template_arg, config.system_prompt
+    )
+    remote = config.trust_remote_code
+    target_config = load_config(config.target, config.target_revision, trust_remote_code=remote)
+    check_codec(config.codec, target_config.hidden_size)
+    layers = resolve_layers(config.layers, target_config.num_hidden_layers)
+    check_fast_path(target_config, device, allow_slow_path=config.allow_slow_path)
+    max_length = resolve_max_length(
+        config.max_length, pack_tokens=config.pack_tokens, config=target_config
+    )
+    tokenizer = load_tokenizer(config.target, config.target_revision, trust_remote_code=remote)
+    reader = CorpusReader(
+        tokenizer=tokenizer,
+        options=chat,
+        vocab_size=target_config.vocab_size,
+        max_length=max_length,
+        drop_overlong=config.overlong == "skip",
+    )
+    rows, corpus_report = reader.read(config.data, config.num_samples)
+    schema = Schema(
+        layers=layers,
+        hidden=target_config.hidden_size,
+        vocab_size=target_config.vocab_size,
+        pack_tokens=config.pack_tokens,
+        codec=config.codec,
+        teacher=config.teacher,
+    )
+    options = PlanOptions(
+        seed=config.seed,
+        pack_tokens=config.pack_tokens,
+        batch_tokens=config.batch_tokens,
+        holdout=holdout,
+    )
+    plan, order = make_plan(rows, corpus_report, options)
+    return Planned(
+        tokenizer=tokenizer,
+        chat=chat,
+        schema=schema,
+        plan=plan,
+        rows=[rows[index] for index in order],
+        plan_fields=_plan_fields(config, plan, max_length),
+    )
+
+
+def _plan_fields(config: ExtractConfig, plan: Plan, max_length: int) -> dict[str, Scalar]:
+    content = "".join(plan.column("content_hash").tolist())
+    return {
+        "sources": ", ".join(Path(each).name for each in config.data),
+        "data_sha256": hashlib.sha256(content.encode()).hexdigest(),
+        "num_samples": config.num_samples,
+        "max_length": max_length,
+        "overlong": config.overlong,
+        "holdout": config.holdout,
+        "seed": config.seed,
+        "batch_tokens": config.batch_tokens,
+        "unit_packs": plan.unit_packs,
+    }
+
+
+def plan_sentence(planned: Planned) -> str:
+    """Return what became of the rows and what the plan is, for people."""
+    plan, report_data = planned.plan, planned.plan.report
+    lengths = plan.column("length")
+    skipped = [
+        f"{count} skipped: {reason} ({report_data['examples'][reason]})"
+        for reason, count in report_data["skipped"].items()
+    ]
+    cut = [f"{report_data['truncated']} truncated"] if report_data["truncated"] else []
+    kept = f"{report_data['rows']} rows, {report_data['kept']} samples"
+    counts = "; ".join([kept, *cut, *skipped])
+    return (
+        f"{counts}. {int(lengths.sum()):,} tokens, "
+        f"{int(plan.column('supervised').sum()):,} supervised, {plan.num_packs} packs "
+        f"({plan.num_held_out_packs} held out: {report_data['held_out']} samples), "
+        f"{padded_fraction(plan):.0%} padding, layers {', '.join(map(str, planned.schema.layers))}"
+    )
