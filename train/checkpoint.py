@@ -18,10 +18,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from dflash_offline.common.errors import BadInput
+from dflash_offline.common.identity import Scalar
 from dflash_offline.train.drafter import Drafter
 from dflash_offline.train.export import save_drafter
 from dflash_offline.train.optimizer import Optimizer
 from dflash_offline.train.order import StreamState
+from dflash_offline.train.provenance import save_identity
 
 FORMAT = 1
 CHECKPOINTS, FINAL = "checkpoints", "draft"
@@ -55,6 +57,7 @@ def save_checkpoint(
     drafter: Drafter,
     optimizer: Optimizer,
     dtype: torch.dtype,
+    target: Mapping[str, Scalar],
     keep: int,
 ) -> None:
     """Write a checkpoint, or nothing: a temporary folder is renamed when all is on disk.
@@ -65,11 +68,13 @@ def save_checkpoint(
         drafter: exported in `dtype`; the masters go with the optimiser.
         optimizer: its tensors are written as they are.
         dtype: of the exported drafter.
+        target: which target the stores are of; goes wherever the drafter goes.
         keep: older checkpoints than the newest so many are deleted.
     """
     staging = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(staging, ignore_errors=True)
     save_drafter(drafter, staging, dtype)
+    save_identity(staging, target)
     tensors = {name: tensor.cpu().contiguous() for name, tensor in optimizer.tensors().items()}
     save_file(tensors, staging / _OPTIMIZER)
     record = asdict(state) | {"format": FORMAT}

@@ -221,6 +221,7 @@ class Run:
                 drafter=self._setup.drafter,
                 optimizer=self._optimizer,
                 dtype=self._setup.export_dtype,
+                target=self._setup.caches[0].identity.target,
                 keep=self._config.keep_checkpoints,
             )
             self._saved = self._state

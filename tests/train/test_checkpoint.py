@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shutil
 
 import pytest
 import torch
@@ -22,6 +23,10 @@ from dflash_offline.train.drafter import Drafter
 from dflash_offline.train.export import load_drafter
 from dflash_offline.train.optimizer import Optimizer
 from dflash_offline.train.order import StreamState
+from dflash_offline.train.provenance import drafter_identity
+
+TARGET = {"weight_digest": "abc", "chat_template_args": "{}"}
+EXPORTED = ["config.json", "identity.json", "model.safetensors"]
 
 
 @pytest.fixture
@@ -35,7 +40,13 @@ def save(out, step, parts, keep=9, **changes):
     folder = out / "checkpoints" / checkpoint_name(step)
     drafter, optimizer = parts
     save_checkpoint(
-        folder, state, drafter=drafter, optimizer=optimizer, dtype=torch.bfloat16, keep=keep
+        folder,
+        state,
+        drafter=drafter,
+        optimizer=optimizer,
+        dtype=torch.bfloat16,
+        target=TARGET,
+        keep=keep,
     )
     return folder, state
 
@@ -93,7 +104,14 @@ def test_publish_replaces_the_final_drafter(tmp_path, parts):
     publish(folder, tmp_path)
     (tmp_path / "draft/old").write_text("x")
     published = publish(folder, tmp_path)
-    assert sorted(path.name for path in published.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in published.iterdir()) == EXPORTED
+
+
+def test_a_drafter_that_was_copied_away_still_knows_its_target(tmp_path, parts):
+    folder, _ = save(tmp_path, 1, parts)
+    published = publish(folder, tmp_path)
+    copied = shutil.copytree(published, tmp_path / "elsewhere/draft")
+    assert drafter_identity(copied) == TARGET
 
 
 def test_damage_is_named(tmp_path, parts):

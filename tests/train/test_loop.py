@@ -42,7 +42,11 @@ def test_a_run_leaves_what_it_promises(config, small_store, tmp_path, monkeypatc
     monkeypatch.setattr("dflash_offline.train.loop.write_report", write_report)
     folder = train(config(small_store[0], out, eval_every=3))
     assert folder == out / "draft"
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.json",
+        "identity.json",
+        "model.safetensors",
+    ]
     assert (out / "report.html").stat().st_size > 10_000
     assert list((out / "tensorboard").glob("events*"))
     assert "num_steps: 6" in (out / "config.yaml").read_text()
