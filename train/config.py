@@ -97,15 +97,10 @@ class TrainConfig:
     )
     loss: str = option(
         "decay",
-        help="Weights of a block's slots: exponential decay, or D-PACE.",
-        type=click.Choice(["decay", "dpace"]),
+        help="Weights of slots, decay[=GAMMA] or dpace[=ALPHA], and what is minimised, ce, kl, rkl "
+        "or tv against the stored teacher, each with a factor: dpace,kl=0.9,ce=0.1.",
         names=("--loss", "--loss-type"),
-    )
-    loss_gamma: float | None = option(
-        None,
-        help="Decay constant in slots.  [default: 4, 5, 7 for blocks of 8, 10, 16]",
-        type=click.FloatRange(min=0, min_open=True),
-        names=("--loss-gamma", "--loss-decay-gamma"),
+        metavar="NAME[=NUMBER],...",
     )
     labels: str = option(
         "data",

@@ -11,10 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
-DECAY = "decay"
-DPACE = "dpace"
-LOSSES = (DECAY, DPACE)
-DPACE_ALPHA = 0.5
+from dflash_offline.train.loss_spec import (
+    CROSS_ENTROPY,
+    DECAY,
+    DPACE,
+    DPACE_ALPHA,
+    LossSpec,
+    Terms,
+)
 
 # Block size to decay constant, as the DFlash authors give them.
 _GAMMAS = ((8, 4.0), (10, 5.0), (16, 7.0))
@@ -80,11 +84,23 @@ def dpace_weights(
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """Which weights the cross-entropies of a block get."""
+    """What a slot minimises, and which weight it gets."""
 
-    loss: str
+    loss: str  # DECAY or DPACE
     gamma: float
     alpha: float = DPACE_ALPHA
+    terms: Terms = CROSS_ENTROPY
+    teacher_labels: bool = False  # labels are the target's best tokens, not the data's
+
+    @property
+    def needs_label(self) -> bool:
+        """Whether the gradient depends on the labels."""
+        return bool(self.terms.ce) or self.loss == DPACE
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the target's states take part."""
+        return self.teacher_labels or self.terms.need_teacher
 
     def weights(self, nll: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         """Return the detached weights [A, P] for negative log-likelihoods [A, P]."""
@@ -94,11 +110,22 @@ class Objective:
         return decay_weights(valid, self.gamma, nll.dtype)
 
 
+def objective_of(spec: LossSpec, *, labels: str, block_size: int) -> Objective:
+    """Return the objective that `--loss` and `--labels` ask for."""
+    return Objective(
+        loss=spec.weights,
+        gamma=spec.gamma or decay_gamma(block_size),
+        alpha=spec.alpha,
+        terms=spec.terms,
+        teacher_labels=labels == "teacher",
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class PassSums:
     """Sums over one pass, all on the device; adding two gives those of both."""
 
-    loss: torch.Tensor  # [], Σ w·nll, differentiable
+    loss: torch.Tensor  # [], Σ w·loss, differentiable
     weight: torch.Tensor  # [], Σ w
     blocks: torch.Tensor  # [], number of anchors
     accepted: torch.Tensor  # [P], blocks whose slots up to and including j are all right
@@ -127,20 +154,25 @@ def scatter_rows(
 
 
 def pass_sums(
-    objective: Objective, nll: torch.Tensor, correct: torch.Tensor, valid: torch.Tensor
+    objective: Objective,
+    loss: torch.Tensor,
+    nll: torch.Tensor,
+    correct: torch.Tensor,
+    valid: torch.Tensor,
 ) -> PassSums:
-    """Weigh the cross-entropies of a pass and count joint greedy acceptance.
+    """Weigh the losses of a pass and count joint greedy acceptance.
 
     Args:
         objective: which weights.
-        nll: [A, P] differentiable cross-entropies, 0 where unlabelled.
+        loss: [A, P] differentiable losses, 0 where unlabelled.
+        nll: [A, P] negative log-likelihoods of the labels; anything where unlabelled.
         correct: bool [A, P], the most likely token is the label; False where unlabelled.
         valid: bool [A, P], the slot has a label.
     """
     weights_AP = objective.weights(nll, valid)
     accepted_AP = (correct & valid).long().cumprod(dim=1)
     return PassSums(
-        loss=(weights_AP * nll).sum(),
+        loss=(weights_AP * loss).sum(),
         weight=weights_AP.sum(),
         blocks=torch.full_like(weights_AP[:0].sum(), valid.shape[0]),
         accepted=accepted_AP.sum(dim=0),

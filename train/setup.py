@@ -15,8 +15,9 @@ import torch
 from dflash_offline.common.cache import Cache
 from dflash_offline.common.errors import BadInput
 from dflash_offline.common.options import config_as_dict
-from dflash_offline.kernels import block_attention, linear_ce
+from dflash_offline.kernels import block_attention
 from dflash_offline.kernels.block_attention import table_sizes
+from dflash_offline.kernels.head_rows import warm_up_loss
 from dflash_offline.train.checkpoint import FINAL, RunState, check_learned, checkpoints, load_state
 from dflash_offline.train.config import TrainConfig
 from dflash_offline.train.distributed import World
@@ -29,9 +30,11 @@ from dflash_offline.train.draft_shape import (
 from dflash_offline.train.drafter import Drafter
 from dflash_offline.train.drafter_config import DrafterConfig
 from dflash_offline.train.export import load_drafter, load_drafter_config
+from dflash_offline.train.loss_spec import parse_loss
 from dflash_offline.train.mask_token import MaskToken, choose_mask_token
-from dflash_offline.train.objective import Objective, decay_gamma
+from dflash_offline.train.objective import Objective, objective_of
 from dflash_offline.train.order import SampleOrder, StoreSamples
+from dflash_offline.train.row_loss import row_losses
 from dflash_offline.train.sources import (
     check_supervision,
     open_caches,
@@ -82,7 +85,7 @@ class Setup:
             rows_per_pass=self.config.rows_per_pass,
             seed=self.config.seed,
             supervise=self.config.supervise,
-            with_final=self.config.labels == "teacher",
+            with_final=self.objective.needs_teacher,
             # Half the bytes to copy to a GPU; on a CPU the copy converts at once.
             dtype=torch.bfloat16 if self.device.type == "cuda" else self.dtype,
             pinned=self.device.type == "cuda",
@@ -115,8 +118,10 @@ class Setup:
                 dtype=self.dtype,
                 device=self.device,
             )
-        linear_ce.warm_up(
-            self.head.weight, chunk_rows=self.head.chunk_rows, softcap=self.head.softcap
+        warm_up_loss(
+            lambda x, labels: row_losses(self.head, x, labels, x.detach(), self.objective).loss,
+            self.head.weight,
+            chunk_rows=self.head.chunk_rows,
         )
 
     def samples_of_steps(self) -> Iterator[int]:
@@ -166,8 +171,8 @@ def prepare(config: TrainConfig, world: World) -> Setup:
         head=head.to(device, dtype),
         drafter=_drafter(config, shape, checkpoint).to(device),
         mask_token=mask_token,
-        objective=Objective(
-            loss=config.loss, gamma=config.loss_gamma or decay_gamma(shape.block_size)
+        objective=objective_of(
+            parse_loss(config.loss), labels=config.labels, block_size=shape.block_size
         ),
         order=order,
         num_steps=num_steps,

@@ -11,6 +11,7 @@ from dflash_offline.common.store import supervised
 from dflash_offline.common.where import select
 from dflash_offline.train.anchors import BlockLayout, candidates
 from dflash_offline.train.config import TrainConfig
+from dflash_offline.train.loss_spec import parse_loss
 from dflash_offline.train.token_shards import loss_masks
 
 
@@ -33,14 +34,23 @@ def open_caches(config: TrainConfig) -> list[Cache]:
     for url, cache in zip(config.cache[1:], caches[1:], strict=True):
         where = f"--cache {url}, to be mixed with {config.cache[0]},"
         compare(caches[0].identity, cache.identity, kinds=MIX, where=where)
-    if config.labels == "teacher":
-        for url, cache in zip(config.cache, caches, strict=True):
-            if cache.schema.teacher != "final":
-                raise BadInput(
-                    f"--labels teacher: {url} holds no final states (teacher "
-                    f"{cache.schema.teacher}); extract with --teacher final, or use --labels data"
-                )
+    _check_teacher(config, caches)
     return caches
+
+
+def _check_teacher(config: TrainConfig, caches: list[Cache]) -> None:
+    if parse_loss(config.loss).terms.need_teacher:
+        option, remedy = f"--loss {config.loss}", "--loss decay or dpace"
+    elif config.labels == "teacher":
+        option, remedy = "--labels teacher", "--labels data"
+    else:
+        return
+    for url, cache in zip(config.cache, caches, strict=True):
+        if cache.schema.teacher != "final":
+            raise BadInput(
+                f"{option}: {url} holds no final states (teacher {cache.schema.teacher}); extract "
+                f"with --teacher final, or use {remedy}"
+            )
 
 
 def training_samples(config: TrainConfig, cache: Cache, url: str) -> list[int]:

@@ -10,6 +10,7 @@ import torch
 from dflash_offline.train.drafter import Drafter
 from dflash_offline.train.objective import Objective, PassSums, pass_sums, scatter_rows
 from dflash_offline.train.phase_clock import PhaseClock
+from dflash_offline.train.row_loss import row_losses
 from dflash_offline.train.stream import PassInput
 from dflash_offline.train.target_head import TargetHead
 
@@ -23,8 +24,7 @@ def run_pass(
         drafter: parameters of any float dtype.
         head: embedding and head in the dtype of the states.
         objective: which weights the slots get.
-        given: the pass, on the drafter's device; labels are the data's tokens, or the target's
-            best tokens where `given.final` is there.
+        given: the pass, on the drafter's device, with `final` where the objective needs it.
 
     Returns:
         Sums; `loss` is differentiable and not divided by anything.
@@ -32,18 +32,20 @@ def run_pass(
     tables = given.tables
     hidden_NH = drafter(given.features, head.embeddings(tables.block_tokens), tables)
     rows = tables.label_rows
-    labels = (
-        tables.labels.index_select(0, rows)
-        if given.final is None
-        else head.best_tokens(given.final)
+    result = row_losses(
+        head,
+        hidden_NH.index_select(0, rows),
+        tables.labels.index_select(0, rows),
+        given.final,
+        objective,
     )
-    result = head.cross_entropy(hidden_NH.index_select(0, rows), labels)
     shape = (tables.num_anchors, tables.layout.block_size)
-    first = tables.layout.first_slot
-    nll_AP = scatter_rows(result.nll, rows, shape, 0.0)[:, first:]
-    correct = (result.argmax == labels).to(nll_AP.dtype)
-    correct_AP = scatter_rows(correct, rows, shape, 0.0)[:, first:] > 0
-    return pass_sums(objective, nll_AP, correct_AP, tables.label_grid(tables.labels) >= 0)
+    loss_AP, nll_AP, correct_AP = (
+        scatter_rows(values, rows, shape, 0.0)[:, tables.layout.first_slot :]
+        for values in (result.loss, result.nll.detach(), result.correct.to(result.loss.dtype))
+    )
+    valid_AP = tables.label_grid(tables.labels) >= 0
+    return pass_sums(objective, loss_AP, nll_AP, correct_AP > 0, valid_AP)
 
 
 def accumulate(

@@ -223,13 +223,16 @@ def test_init_from_an_exported_drafter(config, small_store, tmp_path):
     assert load_drafter(tmp_path / "second/draft").config == load_drafter(start).config
 
 
-def test_labels_of_the_teacher(config, corpus_maker, tmp_path):
+def test_what_the_teacher_changes(config, corpus_maker, tmp_path):
     corpus = corpus_maker(teacher="final")
     with corpus.open(tmp_path / "store") as store:
         corpus.commit(store)
-    for labels in ("data", "teacher"):
-        train(config(tmp_path / "store", tmp_path / labels, labels=labels, num_steps=2))
-    assert losses(tmp_path / "data") != losses(tmp_path / "teacher")
+    found = set()
+    for loss, labels in (("decay", "data"), ("decay", "teacher"), ("kl", "data")):
+        out = tmp_path / f"{loss}-{labels}"
+        train(config(tmp_path / "store", out, loss=loss, labels=labels, num_steps=2))
+        found.add(tuple(losses(out).values()))
+    assert len(found) == 3
 
 
 def test_skipped_samples_are_counted_and_nothing_is_nan(config, corpus_maker, tmp_path):

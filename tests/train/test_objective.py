@@ -5,9 +5,8 @@ import math
 import pytest
 import torch
 
+from dflash_offline.train.loss_spec import DECAY, DPACE
 from dflash_offline.train.objective import (
-    DECAY,
-    DPACE,
     Objective,
     decay_gamma,
     decay_weights,
@@ -67,7 +66,7 @@ def test_dpace_equals_the_written_sum():
 def test_dpace_is_detached_and_minimises_the_raw_cross_entropy():
     nll = torch.tensor([[0.3, 2.0]], dtype=torch.float64, requires_grad=True)
     valid = torch.ones(1, 2, dtype=torch.bool)
-    sums = pass_sums(Objective(loss=DPACE, gamma=4.0), nll, valid, valid)
+    sums = pass_sums(Objective(loss=DPACE, gamma=4.0), nll, nll, valid, valid)
     sums.loss.backward()
     assert torch.equal(nll.grad, dpace_weights(nll.detach(), valid))
 
@@ -79,7 +78,8 @@ def test_acceptance_is_joint_and_stops_at_the_first_gap():
     valid = torch.tensor(
         [[True, True, True, True], [True, False, True, True], [True, True, True, True]]
     )
-    sums = pass_sums(Objective(loss=DECAY, gamma=4.0), torch.zeros(3, 4), correct, valid)
+    zeros = torch.zeros(3, 4)
+    sums = pass_sums(Objective(loss=DECAY, gamma=4.0), zeros, zeros, correct, valid)
     assert sums.accepted.tolist() == [2, 1, 0, 0]
     assert sums.blocks.item() == 3
 
@@ -89,9 +89,10 @@ def test_sums_add_over_any_split_of_the_blocks():
     nll = torch.rand(6, 3, generator=generator, dtype=torch.float64)
     valid = torch.rand(6, 3, generator=generator) < 0.8
     objective = Objective(loss=DPACE, gamma=4.0)
-    whole = pass_sums(objective, nll, valid, valid).flat()
+    whole = pass_sums(objective, 2 * nll, nll, valid, valid).flat()
     parts = [
-        pass_sums(objective, nll[p], valid[p], valid[p]).flat() for p in ([0, 1, 2, 3], [4, 5])
+        pass_sums(objective, 2 * nll[p], nll[p], valid[p], valid[p]).flat()
+        for p in ([0, 1, 2, 3], [4, 5])
     ]
     torch.testing.assert_close(whole, sum(parts), rtol=1e-13, atol=0)
 

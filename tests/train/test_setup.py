@@ -39,6 +39,8 @@ REFUSED = {
     "weights": (["--weight", "1", "--weight", "2"], "--weight: 2 given for 1"),
     "minutes": (["--schedule-over", "minutes"], "--max-minutes"),
     "teacher": (["--labels", "teacher"], "--teacher final"),
+    "divergence": (["--loss", "kl=0.9,ce=0.1"], "--loss kl=0.9,ce=0.1: "),
+    "loss": (["--loss", "decay,mse"], "mse is no part of a loss"),
     "where": (["--where", "length > 5000"], "--where"),
     "no-cuda": (["--device", "cuda"], "no CUDA device"),
     "init": (["--init-from", "{tmp}/nothing"], "no config.json"),

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_offline.train.objective import DECAY, DPACE, Objective
+from dflash_offline.train.loss_spec import DECAY, DPACE, parse_loss
+from dflash_offline.train.objective import Objective, objective_of
 from dflash_offline.train.optimizer import Optimizer
 from dflash_offline.train.step import accumulate, run_pass
 from dflash_offline.train.stream import assemble, cut_into_passes
@@ -15,7 +16,8 @@ from dflash_offline.train.stream import assemble, cut_into_passes
 def gradients(toy, groups, objective) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Return the normalised gradient of groups of documents, one pass each, and the sums."""
     toy.drafter.zero_grad()
-    passes = [assemble(group, toy.options()) for group in groups]
+    options = toy.options(with_final=objective.needs_teacher)
+    passes = [assemble(group, options) for group in groups]
     totals = accumulate(toy.drafter, toy.head, objective, passes)
     named = toy.drafter.named_parameters()
     return {name: p.grad / totals[1].to(toy.dtype) for name, p in named}, totals
@@ -28,15 +30,33 @@ def assert_same(first, second, tolerance):
         assert error < tolerance, f"{name}: {error:.1e}"
 
 
-@pytest.mark.parametrize("loss", [DECAY, DPACE])
+def with_final(document, seed: int):
+    """Give a document the target's final states."""
+    generator = torch.Generator().manual_seed(seed)
+    length = len(document.anchored.tokens)
+    final = torch.randn(length, 32, generator=generator).bfloat16()
+    return dataclasses.replace(document, final=final)
+
+
+@pytest.mark.parametrize(
+    ("loss", "labels"),
+    [
+        ("decay", "data"),
+        ("dpace", "data"),
+        ("dpace", "teacher"),
+        ("kl", "data"),
+        ("rkl=0.5,tv=0.5,ce=0.1", "teacher"),
+        ("dpace=0.3,kl=0.9,ce=0.1", "data"),
+    ],
+)
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=["fp64", "fp32"]
 )
 @pytest.mark.parametrize("layout", ["1+N", "anchor-first"])
-def test_gradient_does_not_depend_on_the_split(toy_maker, loss, dtype, tolerance, layout):
+def test_gradient_does_not_depend_on_the_split(toy_maker, loss, labels, dtype, tolerance, layout):
     toy = toy_maker(dtype, sample_from_anchor=layout == "anchor-first")
-    documents = [toy.document(n, seed=n) for n in (19, 9, 24, 6)]
-    objective = Objective(loss=loss, gamma=2.0)
+    documents = [with_final(toy.document(n, seed=n), n) for n in (19, 9, 24, 6)]
+    objective = objective_of(parse_loss(loss), labels=labels, block_size=4)
     whole, totals = gradients(toy, [documents], objective)
     splits = {
         "one pass a document": [[each] for each in documents],
@@ -122,8 +142,8 @@ def test_target_scales_reach_embeddings_and_logits(toy_maker):
 def test_teacher_labels_are_the_targets_best_tokens(toy_maker):
     toy = toy_maker()
     document = toy.document(14, prompt=4)
-    final = torch.randn(14, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
-    document = dataclasses.replace(document, final=final)
+    document = with_final(document, 1)
+    final = document.final
     given = assemble([document], toy.options(with_final=True))
     best = (final.double() @ toy.head.weight.T).argmax(-1)
     # The token at position p is what the head says of the state at p - 1.
@@ -134,15 +154,62 @@ def test_teacher_labels_are_the_targets_best_tokens(toy_maker):
         if anchor + slot < 14
     ]
     assert toy.head.best_tokens(given.final).tolist() == expected
-    with_teacher = run_pass(toy.drafter, toy.head, Objective(loss=DECAY, gamma=2.0), given)
-    from_data = run_pass(
-        toy.drafter,
-        toy.head,
-        Objective(loss=DECAY, gamma=2.0),
-        dataclasses.replace(given, final=None),
+    objective = Objective(loss=DECAY, gamma=2.0)
+    with_teacher = run_pass(
+        toy.drafter, toy.head, dataclasses.replace(objective, teacher_labels=True), given
     )
+    from_data = run_pass(toy.drafter, toy.head, objective, given)
     assert with_teacher.weight == from_data.weight
     assert with_teacher.loss != from_data.loss
+
+
+def test_divergences_equal_the_written_sums(toy_maker):
+    toy = toy_maker()
+    head = dataclasses.replace(toy.head, logit_scale=0.5, softcap=3.0)
+    document = with_final(toy.document(12, prompt=4), 2)
+    given = assemble([document], toy.options(with_final=True))
+    spec = parse_loss("decay=2,kl=0.7,rkl=0.2,tv=0.4,ce=0.1")
+    sums = {
+        labels: run_pass(
+            toy.drafter, head, objective_of(spec, labels=labels, block_size=4), given
+        ).loss
+        for labels in ("data", "teacher")
+    }
+
+    def log_probabilities(states):
+        logits = 3.0 * torch.tanh(0.5 * states @ head.weight.T / 3.0)
+        return logits.log_softmax(-1)
+
+    rows = given.tables.label_rows
+    embeddings = head.embeddings(given.tables.block_tokens)
+    p = log_probabilities(toy.drafter(given.features, embeddings, given.tables)[rows])
+    q = log_probabilities(given.final)
+    weights = torch.exp(-((rows % 4) - 1).double() / 2.0)
+    divergence = (
+        0.7 * (q.exp() * (q - p)).sum(-1)
+        + 0.2 * (p.exp() * (p - q)).sum(-1)
+        + 0.4 * 0.5 * (p.exp() - q.exp()).abs().sum(-1)
+    )
+    for labels, ids in (("data", given.tables.labels[rows]), ("teacher", q.argmax(-1))):
+        nll = -p.gather(1, ids[:, None])[:, 0]
+        torch.testing.assert_close(sums[labels], (weights * (divergence + 0.1 * nll)).sum())
+
+
+@pytest.mark.parametrize("loss", ["kl", "dpace,kl"])
+def test_hits_are_counted_against_the_teachers_best_tokens(toy_maker, loss):
+    # Whether or not the loss itself needs labels.
+    toy = toy_maker()
+    document = with_final(toy.document(20, prompt=4), 3)
+    given = assemble([document], toy.options(with_final=True))
+    objective = objective_of(parse_loss(loss), labels="teacher", block_size=4)
+    sums = run_pass(toy.drafter, toy.head, objective, given)
+    hidden = toy.drafter(
+        given.features, toy.head.embeddings(given.tables.block_tokens), given.tables
+    )
+    rows = given.tables.label_rows
+    best = (hidden[rows] @ toy.head.weight.T).argmax(-1) == toy.head.best_tokens(given.final)
+    first = best[rows % 4 == 1]
+    assert sums.accepted[0] == first.sum()
 
 
 def train_on(toy, document, steps: int) -> None:
