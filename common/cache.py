@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dflash_offline.common import records
 from dflash_offline.common.blobs import Blobs, LocalBlobs, blobs_at
 from dflash_offline.common.calibration_file import calibration_digests, read_calibration
 from dflash_offline.common.errors import BadInput, DamagedStore, MissingStore
-from dflash_offline.common.local_copy import local_copy
+from dflash_offline.common.local_copy import check_file, local_copy
 from dflash_offline.common.pack_arrays import (
     ReadChunks,
     as_bfloat16,
@@ -38,11 +37,11 @@ from dflash_offline.common.store import (
     TOKENS,
     Sample,
     Schema,
-    count_plans,
     exists,
-    manifest_key,
+    read_fixed,
     read_header,
     read_plan,
+    stated_digests,
 )
 from dflash_offline.common.store_size import estimate_bytes
 
@@ -199,17 +198,29 @@ class Cache:
         return calibration
 
     def target_path(self) -> Path:
-        """Return the local folder with the target's config, tokenizer and tensors."""
-        if isinstance(self.blobs, LocalBlobs):
-            return self.blobs.root / TARGET
-        return local_copy(self.blobs, self.fixed_files(), TARGET)
+        """Return the local folder with the target's config, tokenizer and tensors, checked.
+
+        Raises:
+            DamagedStore: a file is missing or not what was written.
+        """
+        return self._target_path
+
+    @cached_property
+    def _target_path(self) -> Path:
+        stated = self.fixed_files()
+        if not isinstance(self.blobs, LocalBlobs):
+            return local_copy(self.blobs, stated, TARGET)
+        for key, sha in stated.items():
+            if key.startswith(f"{TARGET}/"):
+                check_file(self.blobs, key, sha)
+        return self.blobs.root / TARGET
 
     @property
     def target_config(self) -> dict[str, Any]:
         """Return the target's Hugging Face config."""
         import json
 
-        return json.loads(self.blobs.read(f"{TARGET}/config.json"))
+        return json.loads(read_fixed(self.blobs, f"{TARGET}/config.json", self.fixed_files()))
 
     def target_tensor(self, name: str) -> "torch.Tensor":
         """Return `embed_tokens` [V, H], `lm_head` [V, H] (the embedding if tied) or `norm` [H]."""
@@ -227,11 +238,7 @@ class Cache:
         Raises:
             DamagedStore: a manifest is missing or not what was written.
         """
-        stated: dict[str, str] = {}
-        for number in range(count_plans(self.blobs)):
-            # A later plan's manifest holds the newer digest of what an append replaced.
-            key = manifest_key(number)
-            stated |= records.unseal(self.blobs.read(key), key)["files"]
+        stated = stated_digests(self.blobs, required=True)
         digests = calibration_digests(self.blobs)
         if self.schema.is_coded and not digests:
             raise DamagedStore(f"{CALIBRATION_MANIFEST_KEY} is missing")

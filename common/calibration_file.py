@@ -13,7 +13,6 @@ import numpy as np
 
 from dflash_offline.common import records
 from dflash_offline.common.blobs import Blobs
-from dflash_offline.common.errors import DamagedStore
 from dflash_offline.common.shards import CRC_BYTES, checksum
 from dflash_offline.common.store import (
     CALIBRATION,
@@ -22,7 +21,7 @@ from dflash_offline.common.store import (
     CODEC_REPORT_KEY,
     GROUP_KEY,
     exists,
-    pretty_json,
+    read_fixed,
 )
 
 if TYPE_CHECKING:
@@ -60,9 +59,9 @@ def calibration_files(calibration: "Calibration", report: Mapping[str, Any]) -> 
         },
     }
     files = {
-        _JSON_KEY: pretty_json(metadata),
+        _JSON_KEY: records.pretty_json(metadata),
         CALIBRATION_KEY: payload + struct.pack("<I", checksum(payload)),
-        CODEC_REPORT_KEY: pretty_json(report),
+        CODEC_REPORT_KEY: records.pretty_json(report),
     }
     digests = {key: records.sha256(content) for key, content in files.items()}
     return {**files, CALIBRATION_MANIFEST_KEY: records.manifest(digests)}
@@ -93,8 +92,8 @@ def read_calibration(blobs: Blobs) -> "Calibration | None":
     digests = calibration_digests(blobs)
     if not digests:
         return None
-    metadata = json.loads(_checked(blobs, _JSON_KEY, digests))
-    payload = _checked(blobs, CALIBRATION_KEY, digests)[:-CRC_BYTES]
+    metadata = json.loads(read_fixed(blobs, _JSON_KEY, digests))
+    payload = read_fixed(blobs, CALIBRATION_KEY, digests)[:-CRC_BYTES]
     values = np.frombuffer(payload, "<f4").reshape(metadata["shape"])
     attributes = metadata["attributes"]
     parts = {name: torch.from_numpy(values[:, at].copy()) for at, name in enumerate(_PARTS)}
@@ -114,14 +113,4 @@ def read_codec_report(blobs: Blobs) -> dict[str, Any]:
         DamagedStore: a file is missing or not what was written.
     """
     digests = calibration_digests(blobs)
-    return json.loads(_checked(blobs, CODEC_REPORT_KEY, digests)) if digests else {}
-
-
-def _checked(blobs: Blobs, key: str, digests: Mapping[str, str]) -> bytes:
-    try:
-        content = blobs.read(key)
-    except FileNotFoundError:
-        raise DamagedStore(f"{key} is missing") from None
-    if records.sha256(content) != digests.get(key):
-        raise DamagedStore(f"{key} differs from {CALIBRATION_MANIFEST_KEY}")
-    return content
+    return json.loads(read_fixed(blobs, CODEC_REPORT_KEY, digests)) if digests else {}

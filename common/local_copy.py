@@ -37,6 +37,16 @@ def local_copy(blobs: Blobs, digests: Mapping[str, str], folder: str) -> Path:
     return local.root / folder
 
 
+def check_file(blobs: Blobs, key: str, sha: str) -> None:
+    """Read a fixed file to its end.
+
+    Raises:
+        DamagedStore: it is missing or not what the manifest states.
+    """
+    for _ in _checked_parts(blobs, key, sha):
+        pass
+
+
 def _checked_parts(blobs: Blobs, key: str, sha: str) -> Iterator[bytes]:
     """Yield a file in parts, and raise at its end when it is not what was stated."""
     try:

@@ -18,6 +18,8 @@ from dflash_offline.common.identity import Identity
 from dflash_offline.common.lease import is_owner_key
 from dflash_offline.common.shards import ShardWriter
 from dflash_offline.common.store import (
+    ATTRIBUTE,
+    FORMAT,
     GROUP_KEY,
     LOGS,
     LOSS_MASK,
@@ -28,9 +30,7 @@ from dflash_offline.common.store import (
     Schema,
     count_plans,
     exists,
-    group_json,
     manifest_key,
-    pretty_json,
     read_header,
     read_plan,
     shard_key,
@@ -64,9 +64,11 @@ def write_first_plan(
     for key in blobs.list(""):
         if not is_owner_key(key) and not key.startswith(f"{LOGS}/"):
             blobs.delete(key)
-    fixed = {GROUP_KEY: group_json(schema, new.identity, options)}
+    fixed = {GROUP_KEY: _group_json(schema, new.identity, options)}
     for name in schema.arrays:
-        fixed[f"{name}/{GROUP_KEY}"] = pretty_json(schema.array_json(name, new.plan.num_packs))
+        fixed[f"{name}/{GROUP_KEY}"] = records.pretty_json(
+            schema.array_json(name, new.plan.num_packs)
+        )
     digests = {key: records.copy_in(blobs, key, content) for key, content in fixed.items()}
     for name, source in target_files.items():
         key = f"{TARGET}/{name}"
@@ -92,7 +94,7 @@ def append_plan(blobs: Blobs, new: NewPlan) -> None:
     digests = {}
     # The only objects ever replaced: the first axis of each array counts the planned packs.
     for name in schema.arrays:
-        key, content = f"{name}/{GROUP_KEY}", pretty_json(schema.array_json(name, total))
+        key, content = f"{name}/{GROUP_KEY}", records.pretty_json(schema.array_json(name, total))
         blobs.replace(key, content, expected=blobs.read(key))
         digests[key] = records.sha256(content)
     moved = replace(
@@ -156,3 +158,17 @@ def token_row(
         sample = plan.samples[index]
         row[sample.start : sample.start + sample.length] = values
     return row
+
+
+def _group_json(schema: Schema, identity: Identity, options: Mapping[str, Any]) -> bytes:
+    """Return the root zarr.json."""
+    attributes = {
+        ATTRIBUTE: {
+            "format": FORMAT,
+            "schema": schema.as_dict(),
+            "identity": identity.as_dict(),
+            "options": dict(options),
+        }
+    }
+    group = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
+    return records.pretty_json(group)

@@ -8,7 +8,7 @@ import hashlib
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,11 @@ def unseal(content: bytes, where: str) -> dict[str, Any]:
     if content[-tail:] != _SEAL % sha256(body).encode():
         raise DamagedStore(f"{where} does not match its own checksum")
     return json.loads(body)
+
+
+def pretty_json(data: Mapping[str, Any]) -> bytes:
+    """Return metadata as the bytes that are stored."""
+    return json.dumps(data, indent=1).encode() + b"\n"
 
 
 def commit_record(
@@ -112,7 +117,6 @@ def plan_files(
         token_files: for each pack, array name to size and checksums of its token shards.
         identity: plan fields of the identity, so that the same plan is not appended twice.
     """
-    rows = [asdict(sample) for sample in plan.samples]
     batches = [
         {"unit": unit, "samples": batch}
         for unit, members in enumerate(plan.batches)
@@ -129,7 +133,7 @@ def plan_files(
         "token_files": [dict(each) for each in token_files],
     }
     contents = (
-        _parquet(pa.Table.from_pylist(rows)),
+        _parquet(plan.sample_table()),
         _parquet(pa.Table.from_pylist(batches, schema=batch_schema)),
         seal(rest),
     )

@@ -1,8 +1,8 @@
 """The schema of store format 1: names, keys, shapes, mask bits, and what a plan is.
 
 The only module that spells an array name, a key or an attribute of the store. The side that writes
-is common/store_writer.py, the side that reads common/cache.py; common/records.py makes the files
-that hold the plan and the records. Letters: K captured layers, T tokens of a pack, H hidden.
+is common/store_writer.py, the side that reads common/cache.py; common/records.py makes plan files
+and records. Letters: K captured layers, T tokens of a pack, H hidden.
 """
 
 import json
@@ -102,20 +102,20 @@ class SampleTable(Sequence[Sample]):
     """
 
     def __init__(self, table: pa.Table) -> None:
-        self._table = table.combine_chunks()
+        self.table = table.combine_chunks()
 
     def __len__(self) -> int:
-        return self._table.num_rows
+        return self.table.num_rows
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return [Sample(**row) for row in self._table.take(range(len(self))[index]).to_pylist()]
-        (row,) = self._table.slice(range(len(self))[index], 1).to_pylist()
+            return [Sample(**row) for row in self.table.take(range(len(self))[index]).to_pylist()]
+        (row,) = self.table.slice(range(len(self))[index], 1).to_pylist()
         return Sample(**row)
 
     def column(self, name: str) -> np.ndarray:
         """Return one field of every sample."""
-        return self._table[name].to_numpy()
+        return self.table[name].to_numpy()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +139,12 @@ class Plan:
         order = np.lexsort((start, pack))
         ends = np.searchsorted(pack[order], np.arange(self.num_packs), side="right")
         return [part.tolist() for part in np.split(order, ends[:-1])]
+
+    def sample_table(self) -> pa.Table:
+        """Return the samples as Arrow columns."""
+        if isinstance(self.samples, SampleTable):
+            return self.samples.table
+        return pa.Table.from_pylist([asdict(sample) for sample in self.samples])
 
     def column(self, name: str) -> np.ndarray:
         """Return one field of every sample."""
@@ -286,22 +292,29 @@ def read_header(blobs: Blobs, *, required: bool = True) -> Header | None:
 
     Raises:
         MissingStore: there is none (only when `required`).
+        DamagedStore: it is not what the manifest states.
         BadInput: a newer format.
     """
+    content, data = b"", {}
     try:
-        group = json.loads(blobs.read(GROUP_KEY))
-        data = group["attributes"][ATTRIBUTE]
+        content = blobs.read(GROUP_KEY)
+        data = json.loads(content)["attributes"][ATTRIBUTE]
     except (FileNotFoundError, NotADirectoryError, KeyError, TypeError, ValueError) as problem:
         if not required and isinstance(problem, FileNotFoundError):
             return None
-        raise MissingStore(
-            f"{blobs.url} holds no dflash-offline store (no readable {GROUP_KEY}); "
-            "give the --out of a dflash-extract run"
-        ) from None
-    if data["format"] != FORMAT:
+    if data.get("format", FORMAT) != FORMAT:
         raise BadInput(
             f"{blobs.url} has store format {data['format']}, this version reads {FORMAT}; "
             "install the version of dflash-offline that wrote it"
+        )
+    # Without a manifest the creation of the store or a copy was interrupted.
+    stated = stated_digests(blobs) if content else {}
+    if stated and records.sha256(content) != stated[GROUP_KEY]:
+        raise DamagedStore(f"{GROUP_KEY} differs from the manifest")
+    if not data:
+        raise MissingStore(
+            f"{blobs.url} holds no dflash-offline store (no readable {GROUP_KEY}); "
+            "give the --out of a dflash-extract run"
         )
     return Header(
         schema=Schema.from_dict(data["schema"]),
@@ -320,27 +333,20 @@ def read_plan(blobs: Blobs, *, batches: bool) -> tuple[Plan, list[dict[str, Any]
         DamagedStore: a file is missing or not what was written.
     """
     names = records.PLAN_FILES if batches else (records.PLAN_FILES[0], records.PLAN_FILES[2])
-    parts = [
-        records.read_plan_files({name: _plan_file(blobs, n, name) for name in names})
-        for n in range(max(1, count_plans(blobs)))
-    ]
-    last = parts[-1].fields
+    stated = stated_digests(blobs, required=True)
+    plans = range(count_plans(blobs))
+    keys = [{name: f"{PLAN}/{n}/{name}" for name in names} for n in plans]
+    files = [{n: read_fixed(blobs, key, stated) for n, key in each.items()} for each in keys]
+    parts = list(map(records.read_plan_files, files))
     plan = Plan(
         samples=SampleTable(pa.concat_tables([part.samples for part in parts])),
         batches=[batch for part in parts for batch in part.batches],
         num_packs=sum(part.fields["num_packs"] for part in parts),
         num_held_out_packs=sum(part.fields["num_held_out_packs"] for part in parts),
-        unit_packs=last["unit_packs"],
-        report=last["report"],
+        unit_packs=parts[-1].fields["unit_packs"],
+        report=parts[-1].fields["report"],
     )
     return plan, [files for part in parts for files in part.fields["token_files"]]
-
-
-def read_plan_identities(blobs: Blobs) -> list[dict[str, Any]]:
-    """Return the plan fields of every plan's identity."""
-    name = records.PLAN_FILES[2]
-    plans = range(count_plans(blobs))
-    return [records.unseal(_plan_file(blobs, n, name), name)["identity"] for n in plans]
 
 
 def count_plans(blobs: Blobs) -> int:
@@ -356,11 +362,33 @@ def manifest_key(plan: int) -> str:
     return MANIFEST_KEY if plan == 0 else f"{PLAN}/{plan}/{MANIFEST_KEY}"
 
 
-def _plan_file(blobs: Blobs, number: int, name: str) -> bytes:
+def stated_digests(blobs: Blobs, *, required: bool = False) -> dict[str, str]:
+    """Return the SHA-256 of the files in the manifests of all plans; empty before the first.
+
+    Raises:
+        DamagedStore: a manifest is not what was written, or there is none though `required`.
+    """
+    stated: dict[str, str] = {}  # a later plan's has the newer digest of what an append replaced
+    for key in map(manifest_key, range(count_plans(blobs))):
+        stated |= records.unseal(blobs.read(key), key)["files"]
+    if required and not stated:
+        raise DamagedStore(f"{MANIFEST_KEY} is missing")
+    return stated
+
+
+def read_fixed(blobs: Blobs, key: str, stated: Mapping[str, str]) -> bytes:
+    """Return a file that no pack changes.
+
+    Raises:
+        DamagedStore: it is missing or not what its manifest states.
+    """
     try:
-        return blobs.read(f"{PLAN}/{number}/{name}")
+        content = blobs.read(key)
     except FileNotFoundError:
-        raise DamagedStore(f"{PLAN}/{number}/{name} is missing") from None
+        raise DamagedStore(f"{key} is missing") from None
+    if records.sha256(content) != stated.get(key):
+        raise DamagedStore(f"{key} differs from the manifest")
+    return content
 
 
 def exists(blobs: Blobs, key: str) -> bool:
@@ -370,21 +398,3 @@ def exists(blobs: Blobs, key: str) -> bool:
     except FileNotFoundError:
         return False
     return True
-
-
-def group_json(schema: Schema, identity: Identity, options: Mapping[str, Any]) -> bytes:
-    """Return the root zarr.json."""
-    attributes = {
-        ATTRIBUTE: {
-            "format": FORMAT,
-            "schema": schema.as_dict(),
-            "identity": identity.as_dict(),
-            "options": dict(options),
-        }
-    }
-    return pretty_json({"zarr_format": 3, "node_type": "group", "attributes": attributes})
-
-
-def pretty_json(data: Mapping[str, Any]) -> bytes:
-    """Return metadata as the bytes that are stored."""
-    return json.dumps(data, indent=1).encode() + b"\n"

@@ -2,17 +2,23 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from dflash_offline.common import records
 from dflash_offline.common.blobs import Blobs, is_temporary
-from dflash_offline.common.errors import BadInput
+from dflash_offline.common.errors import BadInput, DamagedStore
 from dflash_offline.common.identity import APPEND, RESUME, Identity, compare
 from dflash_offline.common.lease import is_owner_key
 from dflash_offline.common.store import (
+    COMMIT,
     LOGS,
     MANIFEST_KEY,
+    PLAN,
+    count_plans,
     exists,
+    read_fixed,
     read_header,
-    read_plan_identities,
+    stated_digests,
 )
 
 # Room that must stay free beside the estimate, for records, logs and other people's files.
@@ -24,6 +30,7 @@ def has_plan(blobs: Blobs, identity: Identity, *, append: bool) -> bool:
 
     Raises:
         BadInput: it holds something else, or a store made with other settings.
+        DamagedStore: what was written before the first pack is missing or changed.
     """
     header = read_header(blobs, required=False)
     if header is None:
@@ -35,14 +42,24 @@ def has_plan(blobs: Blobs, identity: Identity, *, append: bool) -> bool:
             )
         return False
     if not exists(blobs, MANIFEST_KEY):
+        # Packs come after it, so a store that has some is damaged, not new.
+        if blobs.list(COMMIT):
+            raise DamagedStore(f"{MANIFEST_KEY} of {blobs.url} is missing")
         return False
     where = f"the store at {blobs.url}"
     compare(header.identity, identity, kinds=APPEND, where=where)
-    if identity.plan in read_plan_identities(blobs):
+    if identity.plan in _plan_identities(blobs):
         return True
     if not append:
         compare(header.identity, identity, kinds=RESUME, where=where)
     return False
+
+
+def _plan_identities(blobs: Blobs) -> list[dict[str, Any]]:
+    """Return the plan fields of every plan's identity."""
+    stated = stated_digests(blobs)
+    keys = [f"{PLAN}/{n}/{records.PLAN_FILES[2]}" for n in range(count_plans(blobs))]
+    return [records.unseal(read_fixed(blobs, key, stated), key)["identity"] for key in keys]
 
 
 def _is_beside_a_store(key: str) -> bool:

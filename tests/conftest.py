@@ -33,6 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--kills", type=int, default=0, help="Kills of the writer for each storage in test_kills."
     )
+    parser.addoption("--flips", type=int, default=200, help="Damaged files in test_flips.")
 
 
 @dataclass

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pytest
 
 from dflash_offline.common import records
-from dflash_offline.common.store import commit_key, index_key
+from dflash_offline.common.store import MANIFEST_KEY, commit_key, index_key
 
 ACCESS, SECRET, BUCKET = "test-access", "test-secret", "bucket"
 START_S = 60.0
@@ -323,8 +323,14 @@ def store_of_many_packs(small_store: tuple[str, Any]) -> tuple[str, Any, int]:
     plan_json = records.unseal((root / "plan/0/plan.json").read_bytes(), "plan.json")
     plan_json["num_packs"] = num_packs
     plan_json["token_files"] = plan_json["token_files"][:1] * num_packs
-    (root / "plan/0/plan.json").write_bytes(records.seal(plan_json))
-    (root / "plan/0/samples.parquet").write_bytes(records._parquet(table))
+    stated = records.unseal((root / MANIFEST_KEY).read_bytes(), MANIFEST_KEY)["files"]
+    for key, content in (
+        ("plan/0/plan.json", records.seal(plan_json)),
+        ("plan/0/samples.parquet", records._parquet(table)),
+    ):
+        (root / key).write_bytes(content)
+        stated[key] = records.sha256(content)
+    (root / MANIFEST_KEY).write_bytes(records.manifest(stated))
     digest = records.sha256((root / commit_key(0)).read_bytes())
     packs = {pack: (digest, []) for pack in range(num_packs)}
     (root / index_key(0)).write_bytes(records.index_record(packs, complete=True, dropped={}))

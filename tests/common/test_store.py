@@ -124,6 +124,17 @@ def test_interrupted_creation_starts_over(tmp_path, corpus_maker):
     assert_equal_content(str(tmp_path / "s"), corpus)
 
 
+def test_store_that_lost_its_manifest_is_not_started_over(small_store):
+    """No pack is written before the manifest, so packs without one are damage."""
+    url, corpus = small_store
+    (Path(url) / "manifest.json").unlink()
+    before = sorted(Path(url).rglob("*"))
+    for use in (lambda: corpus.open(Path(url)), lambda: open_cache(url)):
+        with pytest.raises(DamagedStore, match="manifest.json.* is missing"):
+            use()
+    assert before == sorted(Path(url).rglob("*"))
+
+
 @pytest.mark.parametrize("kind", ["target", "store", "plan"])
 def test_resume_with_other_settings_is_refused(tmp_path, corpus_maker, kind):
     corpus = corpus_maker()
