@@ -1,14 +1,16 @@
 """The corpus as tokens: every row rendered, masked, cut to length, and what became of each counted.
 
-Reading is extract/rows.py, formats extract/conversations.py, the chat template common/chat.py.
+Reading is extract/rows.py, formats extract/conversations.py, the chat template common/chat.py, what
+is kept extract/token_rows.py.
 Letter: T tokens.
 """
 
-import hashlib
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from dflash_offline.common import chat
 from dflash_offline.common.chat import ChatOptions
 from dflash_offline.common.errors import BadInput
+from dflash_offline.common.progress import ProgressLine
 from dflash_offline.common.store import LossMask, supervised
 from dflash_offline.extract.conversations import (
     Completion,
@@ -26,36 +29,26 @@ from dflash_offline.extract.conversations import (
     first_user_text,
     parse_row,
 )
+from dflash_offline.extract.row_workers import map_rows
 from dflash_offline.extract.rows import Row, read_rows
+from dflash_offline.extract.token_rows import TokenRow, TokenRows, TokenRowsWriter, digest
 
 NO_ASSISTANT = "no assistant turn"
 TOO_LONG = "longer than --max-length"
 NO_PAIR = "no two supervised tokens in a row"
 NOT_RENDERED = "cannot be rendered"
 
+_FIRST_ROWS = 1024
+_ROWS_A_LINE = 256
+_PROGRESS_FIELDS = ("rows", "tokens", "tok/s")
+
 
 @dataclass(frozen=True, kw_only=True)
-class TokenRow:
-    """One row of the corpus, ready to be planned.
+class Skipped:
+    """A row that does not become a sample, and why."""
 
-    Attributes:
-        tokens: int32 [T].
-        mask: uint8 [T] of `LossMask` bits.
-        conversation: digest of the first user turn; rows that share it are held out together.
-        is_truncated: whether tokens beyond the length limit were cut.
-    """
-
-    id: str
-    source: str
-    licence: str
-    conversation: str
-    tokens: np.ndarray
-    mask: np.ndarray
-    is_truncated: bool = False
-
-    def content_hash(self) -> str:
-        """Return a digest of tokens and mask."""
-        return _digest(self.tokens.tobytes() + self.mask.tobytes())
+    reason: str
+    example: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,45 +105,51 @@ class CorpusReader:
     drop_overlong: bool = False
 
     def read(
-        self, specs: Sequence[str], num_samples: int | None = None
-    ) -> tuple[list[TokenRow], CorpusReport]:
+        self, specs: Sequence[str], num_samples: int | None = None, *, num_workers: int = 1
+    ) -> tuple[TokenRows, CorpusReport]:
         """Read `--data` values in order, up to `num_samples` kept rows.
+
+        Args:
+            specs: files, folders or hub ids; see `read_rows`.
+            num_samples: kept rows to stop at; all when None.
+            num_workers: processes for a corpus of more than a few rows.
 
         Raises:
             BadInput: nothing to read, a row of the wrong type, or no row kept.
         """
-        return self.convert(chain.from_iterable(map(read_rows, specs)), num_samples)
+        rows = chain.from_iterable(map(read_rows, specs))
+        return self.convert(rows, num_samples, num_workers=num_workers)
 
     def convert(
-        self, rows: Iterable[Row], num_samples: int | None = None
-    ) -> tuple[list[TokenRow], CorpusReport]:
+        self, rows: Iterable[Row], num_samples: int | None = None, *, num_workers: int = 1
+    ) -> tuple[TokenRows, CorpusReport]:
         """Convert rows; see `read`."""
-        tally = _Tally()
-        for row in rows:
-            tally.num_rows += 1
-            converted = self._convert_row(row, tally)
-            if converted is not None:
-                tally.kept.append(converted)
-            if num_samples is not None and len(tally.kept) >= num_samples:
-                break
-        report = CorpusReport(
-            num_rows=tally.num_rows,
-            num_kept=len(tally.kept),
-            num_truncated=sum(row.is_truncated for row in tally.kept),
-            skipped=dict(tally.skipped),
-            examples=tally.examples,
-        )
-        _refuse_nothing_kept(report)
-        return tally.kept, report
+        iterator = iter(rows)
+        # Processes take seconds to start, which only a corpus of some size is worth.
+        first = map(self.convert_row, islice(iterator, _FIRST_ROWS))
+        with TokenRowsWriter() as kept:
+            tally = _Tally(kept=kept)
+            if not tally.add_all(first, num_samples) and (more := next(iterator, None)) is not None:
+                rest = map_rows(self.convert_row, chain([more], iterator), num_workers=num_workers)
+                with closing(rest), ProgressLine(float("inf"), _PROGRESS_FIELDS) as progress:
+                    tally.add_all(rest, num_samples, progress)
+            report = tally.report()
+            _refuse_nothing_kept(report)
+            return kept.finish(), report
 
-    def _convert_row(self, row: Row, tally: "_Tally") -> TokenRow | None:
+    def convert_row(self, row: Row) -> TokenRow | Skipped:
+        """Return what a row becomes.
+
+        Raises:
+            BadInput: a value of the wrong type; names address and field.
+        """
         content = parse_row(row)
         if isinstance(content, Conversation) and not _has_assistant(content):
-            return tally.skip(NO_ASSISTANT, row.address)
+            return Skipped(reason=NO_ASSISTANT, example=row.address)
         try:
             tokens, mask = self._tokens_of(content)
         except BadInput as problem:
-            return tally.skip(NOT_RENDERED, f"{row.address}: {problem}")
+            return Skipped(reason=NOT_RENDERED, example=f"{row.address}: {problem}")
         if len(tokens) and tokens.max() >= self.vocab_size:
             raise BadInput(
                 f"--data {row.address}: token id {tokens.max()} is beyond the target's vocabulary "
@@ -158,16 +157,17 @@ class CorpusReader:
             )
         is_too_long = len(tokens) > self.max_length
         if is_too_long and self.drop_overlong:
-            return tally.skip(TOO_LONG, f"{row.address} has {len(tokens)} tokens")
+            return Skipped(reason=TOO_LONG, example=f"{row.address} has {len(tokens)} tokens")
         tokens, mask = tokens[: self.max_length], mask[: self.max_length]
         wanted = supervised(mask)
         if not (wanted[1:] & wanted[:-1]).any():
-            return tally.skip(NO_PAIR, row.address)
+            return Skipped(reason=NO_PAIR, example=row.address)
+        given = row.values.get("id")
         return TokenRow(
-            id=tally.unique_id(row),
+            id=f"{row.source}:{row.number}" if given is None else str(given),
             source=_text(row.values.get("source")) or row.source,
             licence=_text(row.values.get("licence") or row.values.get("license")),
-            conversation=_digest(first_user_text(content).encode()),
+            conversation=digest(first_user_text(content).encode()),
             tokens=tokens,
             mask=mask,
             is_truncated=is_too_long,
@@ -199,22 +199,52 @@ class CorpusReader:
 
 @dataclass(kw_only=True)
 class _Tally:
+    kept: TokenRowsWriter
     num_rows: int = 0
-    kept: list[TokenRow] = field(default_factory=list)
+    num_kept: int = 0
+    num_truncated: int = 0
+    num_tokens: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
-    _ids: Counter[str] = field(default_factory=Counter)
+    began: float = field(default_factory=time.monotonic)
 
-    def skip(self, reason: str, example: str) -> None:
-        self.skipped[reason] += 1
-        self.examples.setdefault(reason, f"first: {example}")
+    def add_all(
+        self,
+        converted: Iterable[TokenRow | Skipped],
+        num_samples: int | None,
+        progress: ProgressLine | None = None,
+    ) -> bool:
+        """Count and keep rows; return whether `num_samples` are kept."""
+        for each in converted:
+            self.num_rows += 1
+            if isinstance(each, Skipped):
+                self.skipped[each.reason] += 1
+                self.examples.setdefault(each.reason, f"first: {each.example}")
+            else:
+                self.num_kept += 1
+                self.num_truncated += each.is_truncated
+                self.num_tokens += len(each.tokens)
+                self.kept.append(each)
+                if self.num_kept == num_samples:
+                    return True
+            if progress is not None and self.num_rows % _ROWS_A_LINE == 0:
+                progress.update(self.num_rows, self._progress_values())
+        return False
 
-    def unique_id(self, row: Row) -> str:
-        """Return the row's own id, or its place; a repeated one gets a count."""
-        given = row.values.get("id")
-        name = f"{row.source}:{row.number}" if given is None else str(given)
-        self._ids[name] += 1
-        return name if self._ids[name] == 1 else f"{name}#{self._ids[name]}"
+    def _progress_values(self) -> dict[str, str]:
+        speed = self.num_tokens / max(time.monotonic() - self.began, 1e-9)
+        values = (f"{self.num_rows:,}", f"{self.num_tokens:,}", f"{speed:,.0f}")
+        return dict(zip(_PROGRESS_FIELDS, values, strict=True))
+
+    def report(self) -> CorpusReport:
+        """Return what became of the rows."""
+        return CorpusReport(
+            num_rows=self.num_rows,
+            num_kept=self.num_kept,
+            num_truncated=self.num_truncated,
+            skipped=dict(self.skipped),
+            examples=self.examples,
+        )
 
 
 def _has_assistant(content: Conversation) -> bool:
@@ -223,10 +253,6 @@ def _has_assistant(content: Conversation) -> bool:
 
 def _text(value: Any) -> str:
     return "" if value is None else str(value)
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _refuse_nothing_kept(report: CorpusReport) -> None:

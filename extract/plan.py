@@ -1,7 +1,7 @@
 """Which sample stands where: seeded order, packs of whole samples, held-out packs, forward batches.
 
-Pure functions of the samples' lengths and digests and of the options; nothing here depends on how
-many processes will do the work.
+A function of the rows and of the options; nothing here depends on how many processes will do the
+work.
 """
 
 import hashlib
@@ -9,10 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pyarrow as pa
 
 from dflash_offline.common.errors import BadInput
-from dflash_offline.common.store import Plan, Sample, supervised
-from dflash_offline.extract.corpus import CorpusReport, TokenRow
+from dflash_offline.common.store import Plan, SampleTable, supervised
+from dflash_offline.extract.corpus import CorpusReport
+from dflash_offline.extract.prefixes import merge_prefixes
+from dflash_offline.extract.token_rows import TokenRows, digest
 
 UNIT_PACKS = 16
 # A batch costs as much as this share of a full one, beside its tokens.
@@ -40,47 +43,51 @@ class PlanOptions:
 
 
 def make_plan(
-    rows: Sequence[TokenRow], report: CorpusReport, options: PlanOptions
-) -> tuple[Plan, list[int]]:
-    """Return the plan and, for each of its samples, the index of its row.
+    rows: TokenRows, report: CorpusReport, options: PlanOptions
+) -> tuple[Plan, np.ndarray]:
+    """Return the plan and, for each of its samples, the index of its row, int64.
+
+    Rows that another row begins with become part of it; their supervised tokens are marked there,
+    in `rows`.
 
     Raises:
         BadInput: a sample does not fit a batch, or everything would be held out.
     """
-    lengths = np.array([len(row.tokens) for row in rows], np.int64)
-    if lengths.max() > options.batch_tokens:
+    longest = int(rows.lengths.max())
+    if longest > options.batch_tokens:
         raise BadInput(
-            f"--batch-tokens {options.batch_tokens} is below the longest sample of {lengths.max()} "
+            f"--batch-tokens {options.batch_tokens} is below the longest sample of {longest} "
             "tokens; allow more, or lower --max-length"
         )
-    held_out = held_out_rows([row.conversation for row in rows], options.holdout)
-    order = seeded_order(len(rows), options.seed)
+    merge = merge_prefixes(rows)
+    kept, lengths = merge.kept, rows.lengths[merge.kept]
+    talks = rows.column("conversation").take(kept).combine_chunks().dictionary_encode()
+    held_out = held_out_rows(talks.dictionary.to_pylist(), options.holdout)[talks.indices]
+    order = seeded_order(len(kept), options.seed)
     training, kept_back = order[~held_out[order]], order[held_out[order]]
     pack, start, num_packs = cut_packs(lengths[training], options.pack_tokens)
     pack_held, start_held, num_held = cut_packs(lengths[kept_back], options.pack_tokens)
-    arrangement = [
-        *zip(training, pack, start, strict=True),
-        *zip(kept_back, pack_held + num_packs, start_held, strict=True),
-    ]
-    samples = [
-        _sample(rows[row], pack=int(at), start=int(first), held_out=bool(held_out[row]))
-        for row, at, first in arrangement
-    ]
+    pack = np.concatenate([pack, pack_held + num_packs])
+    order = kept[np.concatenate([training, kept_back])]
     batches = make_batches(
-        np.array([sample.length for sample in samples]),
-        np.array([sample.pack for sample in samples]),
-        unit_packs=options.unit_packs,
-        batch_tokens=options.batch_tokens,
+        rows.lengths[order], pack, unit_packs=options.unit_packs, batch_tokens=options.batch_tokens
     )
+    samples = _samples(rows, order).append_column("pack", pa.array(pack))
+    samples = samples.append_column("start", pa.array(np.concatenate([start, start_held])))
+    is_held_out = np.arange(len(order)) >= len(training)
     plan = Plan(
-        samples=samples,
+        samples=SampleTable(samples.append_column("held_out", pa.array(is_held_out))),
         batches=batches,
         num_packs=num_packs + num_held,
         num_held_out_packs=num_held,
         unit_packs=options.unit_packs,
-        report=report.as_dict() | {"held_out": len(kept_back)},
+        report=report.as_dict()
+        | {
+            "held_out": len(kept_back),
+            "merged": {"rows": merge.num_rows, "tokens": merge.num_tokens},
+        },
     )
-    return plan, [int(row) for row, _, _ in arrangement]
+    return plan, order
 
 
 def seeded_order(count: int, seed: int) -> np.ndarray:
@@ -147,9 +154,9 @@ def make_batches(
     """
     units: list[list[list[int]]] = []
     unit_of = packs // unit_packs
-    for unit in range(int(unit_of[-1]) + 1):
-        members = np.flatnonzero(unit_of == unit)
-        by_length = members[np.argsort(-lengths[members], kind="stable")]
+    ends = np.searchsorted(unit_of, np.arange(int(unit_of[-1]) + 1), side="right")
+    for first, stop in zip([0, *ends[:-1]], ends, strict=True):
+        by_length = first + np.argsort(-lengths[first:stop], kind="stable")
         cuts = cut_batches(lengths[by_length], batch_tokens)
         units.append([part.tolist() for part in np.split(by_length, cuts)])
     return units
@@ -191,15 +198,21 @@ def padded_fraction(plan: Plan) -> float:
     return 1.0 - int(lengths.sum()) / forwarded
 
 
-def _sample(row: TokenRow, *, pack: int, start: int, held_out: bool) -> Sample:
-    return Sample(
-        id=row.id,
-        source=row.source,
-        licence=row.licence,
-        content_hash=row.content_hash(),
-        length=len(row.tokens),
-        supervised=int(supervised(row.mask).sum()),
-        pack=pack,
-        start=start,
-        held_out=held_out,
+def _samples(rows: TokenRows, order: np.ndarray) -> pa.Table:
+    """Return the fields of samples that only their rows decide."""
+    count = len(rows)
+    hashes, num_supervised = np.empty(count, "U16"), np.zeros(count, np.int64)
+    # In the order of the file, which need not fit in memory.
+    for index in np.sort(order):
+        tokens, mask = rows.tokens_of(int(index)), rows.mask_of(int(index))
+        hashes[index] = digest(tokens.tobytes() + mask.tobytes())
+        num_supervised[index] = supervised(mask).sum()
+    texts = {name: rows.column(name).take(order) for name in ("id", "source", "licence")}
+    return pa.table(
+        {
+            **texts,
+            "content_hash": pa.array(hashes[order], pa.string()),
+            "length": rows.lengths[order],
+            "supervised": num_supervised[order],
+        }
     )

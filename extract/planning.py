@@ -1,6 +1,7 @@
 """What an extraction will do, before the target is loaded: options, layers, corpus and plan."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,10 +16,12 @@ from dflash_offline.common.layer_ids import resolve_layers
 from dflash_offline.common.store import Plan, Schema
 from dflash_offline.common.target import load_config, load_tokenizer
 from dflash_offline.extract.config import ExtractConfig
-from dflash_offline.extract.corpus import CorpusReader, TokenRow
+from dflash_offline.extract.corpus import CorpusReader
 from dflash_offline.extract.fast_path import check_fast_path
 from dflash_offline.extract.plan import PlanOptions, make_plan, padded_fraction
+from dflash_offline.extract.row_workers import num_cores
 from dflash_offline.extract.settings import check_teacher, parse_holdout, resolve_max_length
+from dflash_offline.extract.token_rows import RowArrays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,18 +32,9 @@ class Planned:
     chat: ChatOptions
     schema: Schema
     plan: Plan
-    rows: list[TokenRow]  # in the order of the plan's samples
+    tokens: Sequence[np.ndarray]  # int32 [length] of every sample, read when asked for
+    masks: Sequence[np.ndarray]  # uint8 [length] of every sample, likewise
     plan_fields: dict[str, Scalar]
-
-    @property
-    def tokens(self) -> list[np.ndarray]:
-        """Token ids of every sample, int32 [length]."""
-        return [row.tokens for row in self.rows]
-
-    @property
-    def masks(self) -> list[np.ndarray]:
-        """Loss mask of every sample, uint8 [length]."""
-        return [row.mask for row in self.rows]
 
 
 def plan_extraction(config: ExtractConfig, device: torch.device) -> Planned:
@@ -66,7 +60,7 @@ def plan_extraction(config: ExtractConfig, device: torch.device) -> Planned:
         max_length=max_length,
         drop_overlong=config.overlong == "skip",
     )
-    rows, corpus_report = reader.read(config.data, config.num_samples)
+    rows, corpus_report = reader.read(config.data, config.num_samples, num_workers=num_cores())
     schema = Schema(
         layers=layers,
         hidden=target_config.hidden_size,
@@ -87,7 +81,8 @@ def plan_extraction(config: ExtractConfig, device: torch.device) -> Planned:
         chat=chat,
         schema=schema,
         plan=plan,
-        rows=[rows[index] for index in order],
+        tokens=RowArrays(rows, order),
+        masks=RowArrays(rows, order, masks=True),
         plan_fields=_plan_fields(config, plan, max_length),
     )
 
@@ -116,6 +111,11 @@ def plan_sentence(planned: Planned) -> str:
         for reason, count in report_data["skipped"].items()
     ]
     cut = [f"{report_data['truncated']} truncated"] if report_data["truncated"] else []
+    if (merged := report_data["merged"])["rows"]:
+        cut.append(
+            f"{merged['rows']} merged into rows that begin with them "
+            f"({merged['tokens']:,} tokens saved)"
+        )
     kept = f"{report_data['rows']} rows, {report_data['kept']} samples"
     counts = "; ".join([kept, *cut, *skipped])
     return (

@@ -5,7 +5,7 @@ import pytest
 
 from dflash_offline.common.errors import BadInput
 from dflash_offline.common.store import LossMask, Plan
-from dflash_offline.extract.corpus import CorpusReport, TokenRow
+from dflash_offline.extract.corpus import CorpusReport
 from dflash_offline.extract.plan import (
     PlanOptions,
     held_out_rows,
@@ -13,6 +13,7 @@ from dflash_offline.extract.plan import (
     padded_fraction,
     seeded_order,
 )
+from dflash_offline.extract.token_rows import TokenRow, TokenRows
 
 REPORT = CorpusReport(num_rows=0, num_kept=0, num_truncated=0, skipped={}, examples={})
 
@@ -23,13 +24,15 @@ def make_rows(count: int, *, seed: int = 0, longest: int = 200) -> list[TokenRow
     for index in range(count):
         length = int(rng.integers(1, longest + 1))
         mask = np.full(length, LossMask.OTHER, np.uint8)
+        tokens = rng.integers(0, 99, length).astype(np.int32)
+        tokens[0] = index  # so that no row is a prefix of another
         rows.append(
             TokenRow(
                 id=str(index),
                 source="set",
                 licence="",
                 conversation=f"talk {index // 2}",
-                tokens=rng.integers(0, 99, length).astype(np.int32),
+                tokens=tokens,
                 mask=mask,
             )
         )
@@ -38,7 +41,8 @@ def make_rows(count: int, *, seed: int = 0, longest: int = 200) -> list[TokenRow
 
 def plan_of(rows: list[TokenRow], **changes) -> tuple[Plan, list[int]]:
     options = {"seed": 0, "pack_tokens": 256, "batch_tokens": 512, "holdout": 0.1, "unit_packs": 4}
-    return make_plan(rows, REPORT, PlanOptions(**{**options, **changes}))
+    plan, order = make_plan(TokenRows.of(rows), REPORT, PlanOptions(**{**options, **changes}))
+    return plan, order.tolist()
 
 
 SIZES = pytest.mark.parametrize("count", [1, 2, 12, 33, 150])
@@ -132,16 +136,17 @@ def test_batch_below_the_longest_sample():
 def test_padding_is_small_on_real_lengths():
     """Units of 16 packs waste a tenth at most where lengths vary tenfold."""
     rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(6.3, 0.7, 2000), 8, 4096).astype(int)
     rows = [
         TokenRow(
             id=str(i),
             source="set",
             licence="",
             conversation=str(i),
-            tokens=np.zeros(int(np.clip(rng.lognormal(6.3, 0.7), 8, 4096)), np.int32),
-            mask=np.full(1, LossMask.OTHER, np.uint8),
+            tokens=np.full(length, i, np.int32),
+            mask=np.full(length, LossMask.OTHER, np.uint8),
         )
-        for i in range(2000)
+        for i, length in enumerate(lengths)
     ]
     plan, _ = plan_of(rows, pack_tokens=16384, batch_tokens=32768, unit_packs=16)
     assert padded_fraction(plan) < 0.1

@@ -1,0 +1,142 @@
+"""Rows through a function on every core, in order, in processes that end with this one.
+
+Processes, because most of the work is Python: chat templates and spans. They are spawned, never
+forked: a fork after an object store was touched hangs. Each hangs on a pipe of its own, whose other
+end only this process holds, so that it ends when this process does, however that ends.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import queue
+import signal
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+from dflash_offline.common.errors import BadInput, Stopped
+
+_CHUNK_ROWS = 64
+_CHUNKS_AHEAD = 2  # for each process
+_JOIN_S = 10.0
+
+
+def num_cores() -> int:
+    """Return the cores that this process may use."""
+    # macOS has no affinity.
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def map_rows(
+    function: Callable[[Any], Any], rows: Iterable[Any], *, num_workers: int
+) -> Iterator[Any]:
+    """Yield `function(row)` of every row in order, computed by processes.
+
+    Only a few rows a process are read ahead of the consumer. Close the generator to end the
+    processes early.
+
+    Args:
+        function: picklable; rows and results are too.
+        rows: any length.
+        num_workers: processes.
+
+    Raises:
+        BadInput: as the function raised it, after the results of the rows before.
+        Stopped: a process ended by itself.
+    """
+    if num_workers <= 1:
+        yield from map(function, rows)
+        return
+    iterator = iter(rows)
+    with _workers(function, num_workers) as idle, ThreadPoolExecutor(num_workers) as threads:
+        pending: deque[Future[_Answer]] = deque()
+        try:
+            while True:
+                chunk = list(islice(iterator, _CHUNK_ROWS))
+                if chunk:
+                    pending.append(threads.submit(_ask, idle, chunk))
+                if len(pending) >= num_workers * _CHUNKS_AHEAD or not chunk:
+                    if not pending:
+                        return
+                    answer = pending.popleft().result()
+                    yield from answer.results
+                    if answer.problem is not None:
+                        raise answer.problem
+        finally:
+            threads.shutdown(cancel_futures=True)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    results: list[Any]
+    problem: BadInput | None  # of the row after the results
+
+
+@dataclass(frozen=True)
+class _Worker:
+    process: SpawnProcess
+    pipe: Connection
+
+
+@contextlib.contextmanager
+def _workers(function: Callable[[Any], Any], count: int) -> Iterator["queue.SimpleQueue[_Worker]"]:
+    """Start processes and yield the queue of those that wait for rows."""
+    context = multiprocessing.get_context("spawn")
+    idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+    workers = []
+    try:
+        for number in range(count):
+            pipe, far_end = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(function, far_end), name=f"rows-{number}", daemon=True
+            )
+            process.start()
+            far_end.close()
+            workers.append(_Worker(process, pipe))
+            idle.put(workers[-1])
+        yield idle
+    finally:
+        for worker in workers:
+            worker.pipe.close()
+        for worker in workers:
+            worker.process.join(_JOIN_S)
+            if worker.process.is_alive():
+                worker.process.terminate()
+                worker.process.join()
+
+
+def _ask(idle: "queue.SimpleQueue[_Worker]", chunk: Sequence[Any]) -> _Answer:
+    worker = idle.get()
+    try:
+        worker.pipe.send(chunk)
+        return worker.pipe.recv()
+    except (EOFError, OSError):
+        worker.process.join(_JOIN_S)
+        raise Stopped(
+            f"a process that tokenises rows ended with exit code {worker.process.exitcode}; was it "
+            "killed for memory? The same command starts again"
+        ) from None
+    finally:
+        idle.put(worker)
+
+
+def _serve(function: Callable[[Any], Any], pipe: Connection) -> None:
+    # Ctrl-C reaches every process of the terminal; the first one decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while True:
+            results: list[Any] = []
+            problem = None
+            try:
+                for row in pipe.recv():
+                    results.append(function(row))
+            except BadInput as raised:
+                problem = raised
+            pipe.send(_Answer(results, problem))
