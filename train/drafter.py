@@ -4,23 +4,31 @@ Tensor names are z-lab's. The context enters once (`fc`, then `hidden_norm`) and
 values, through every layer's own `k_proj`, `v_proj` and `k_norm`; queries come from block rows.
 Embedding and head belong to the target and are not part of the model.
 
-Weights are cast to the dtype of the features inside the graph, so the same module trains bfloat16
-passes on fp32 masters, with fp32 gradients, and serves in any dtype.
+Weights are cast to the dtype of the features, inside the graph or once a step (`projections`), so
+the same module trains bfloat16 passes on fp32 masters, with fp32 gradients, and serves in any
+dtype.
 
 Letters: T context tokens, N block rows, B block size, K captured layers, H hidden.
 """
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from dflash_offline.kernels.block_attention import BlockTables, block_attention, build_tables
-from dflash_offline.kernels.norm_rope import norm_rope, rms_norm, swiglu_linear
+from dflash_offline.kernels.norm_rope import (
+    add_rms_norm,
+    norm_rope,
+    rms_norm,
+    rotary_table,
+    swiglu,
+)
 from dflash_offline.train.anchors import PassTables
 from dflash_offline.train.drafter_config import DrafterConfig
+from dflash_offline.train.projections import Copies, Linear, project, project_wide
 
 
 class Norm(nn.Module):
@@ -35,17 +43,24 @@ class Norm(nn.Module):
         """Normalise the last dimension."""
         return rms_norm(x, self.weight.to(x.dtype), self.eps)
 
+    def added(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the normed sum, and the sum."""
+        return add_rms_norm(x, residual, self.weight.to(x.dtype), self.eps)
 
-class Linear(nn.Module):
-    """Bias-free projection; the weight is cast to the input's dtype."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+@dataclass(frozen=True)
+class Places:
+    """Positions of rows [R], with the kernels' table of their angles where kernels will run."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Project the last dimension."""
-        return F.linear(x, self.weight.to(x.dtype))
+    positions: torch.Tensor
+    table: torch.Tensor | None
+
+    @classmethod
+    def of(cls, positions: torch.Tensor, config: DrafterConfig) -> "Places":
+        """Make the table once, for all layers, queries and keys."""
+        if not positions.is_cuda:
+            return cls(positions, None)
+        return cls(positions, rotary_table(positions, config.head_dim, config.rope_theta))
 
 
 class Attention(nn.Module):
@@ -65,9 +80,9 @@ class Attention(nn.Module):
         self.window = config.window(layer)
         self.causal = config.layer_causal[layer]
 
-    def keys(self, projected: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def keys(self, projected: torch.Tensor, places: Places) -> torch.Tensor:
         """Norm and rotate projected keys [R, Hkv·D] to [R, Hkv, D]."""
-        return self._rotated(self._heads(projected), self.k_norm, positions)
+        return self._rotated(projected, self.k_norm, places)
 
     def values(self, projected: torch.Tensor) -> torch.Tensor:
         """View projected values [R, Hkv·D] as [R, Hkv, D]."""
@@ -79,27 +94,33 @@ class Attention(nn.Module):
         context: tuple[torch.Tensor, torch.Tensor],
         *,
         tables: BlockTables,
-        positions: torch.Tensor,
+        places: Places,
     ) -> torch.Tensor:
         """Attend from normed block rows [N, H], given the context's keys and values."""
-        q_NhD = self._rotated(self._heads(self.q_proj(x)), self.q_norm, positions)
+        q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)
         attended_NhD = block_attention(
-            q_NhD,
+            self._rotated(q, self.q_norm, places),
             *context,
-            self.keys(self.k_proj(x), positions),
-            self.values(self.v_proj(x)),
+            self.keys(k, places),
+            self.values(v),
             tables,
             window=self.window,
             causal=self.causal,
         )
         return self.o_proj(attended_NhD.flatten(1))
 
-    def _rotated(self, x: torch.Tensor, norm: Norm, positions: torch.Tensor) -> torch.Tensor:
-        weight = norm.weight.to(x.dtype)
-        return norm_rope(x, weight, positions, theta=self.theta, eps=norm.eps)
+    def _rotated(self, projected: torch.Tensor, norm: Norm, places: Places) -> torch.Tensor:
+        return norm_rope(
+            self._heads(projected),
+            norm.weight.to(projected.dtype),
+            places.positions,
+            theta=self.theta,
+            eps=norm.eps,
+            table=places.table,
+        )
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
-        return x.view(x.shape[0], x.shape[1] // self.head_dim, self.head_dim)
+        return x.unflatten(1, (-1, self.head_dim))
 
 
 class Mlp(nn.Module):
@@ -113,8 +134,7 @@ class Mlp(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map rows [N, H] to [N, H]."""
-        weight = self.down_proj.weight.to(x.dtype)
-        return swiglu_linear(self.gate_proj(x), self.up_proj(x), weight)
+        return self.down_proj(swiglu(*project(x, self.gate_proj, self.up_proj)))
 
 
 class Layer(nn.Module):
@@ -130,15 +150,26 @@ class Layer(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
+        added: torch.Tensor | None,
         context: tuple[torch.Tensor, torch.Tensor],
         *,
         tables: BlockTables,
-        positions: torch.Tensor,
-    ) -> torch.Tensor:
-        """Map rows [N, H] to [N, H]."""
-        normed = self.input_layernorm(x)
-        x = x + self.self_attn(normed, context, tables=tables, positions=positions)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        places: Places,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Map the residual stream to the next layer's.
+
+        Args:
+            x: [N, H] residual stream.
+            added: [N, H], what the layer before adds to it; each sum is made with its norm.
+
+        Returns:
+            The stream, and what this layer adds to it.
+        """
+        norm = self.input_layernorm
+        normed, x = (norm(x), x) if added is None else norm.added(added, x)
+        attended = self.self_attn(normed, context, tables=tables, places=places)
+        normed, x = self.post_attention_layernorm.added(attended, x)
+        return x, self.mlp(normed)
 
 
 @dataclass
@@ -180,6 +211,13 @@ class Drafter(nn.Module):
         self.hidden_norm = Norm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
+        context = self._context_projections()
+        others = [each for each in self.modules() if isinstance(each, Linear)]
+        self._copies = Copies(context + [each for each in others if each not in context])
+
+    def cast_once(self, dtype: torch.dtype) -> AbstractContextManager[None]:
+        """Inside, passes in `dtype` read weights that were cast on entry; see `projections`."""
+        return self._copies.in_use(dtype)
 
     def initialise(self, seed: int) -> "Drafter":
         """Draw all projections from normal(0, initializer_range), norms 1, the same everywhere."""
@@ -205,20 +243,16 @@ class Drafter(nn.Module):
 
         One projection makes all of them: the layers' `k_proj` and `v_proj` side by side.
         """
-        projections = [
-            projection.weight
-            for layer in self.layers
-            for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj)
-        ]
-        wide = torch.cat([weight.to(features.dtype) for weight in projections])
-        parts = F.linear(self.context(features), wide).chunk(len(projections), dim=-1)
+        places = Places.of(positions, self.config)
+        parts = project_wide(self.context(features), self._context_projections())
         return [
-            (
-                layer.self_attn.keys(parts[2 * i], positions),
-                layer.self_attn.values(parts[2 * i + 1]),
-            )
-            for i, layer in enumerate(self.layers)
+            (layer.self_attn.keys(key, places), layer.self_attn.values(value))
+            for layer, key, value in zip(self.layers, parts[::2], parts[1::2], strict=True)
         ]
+
+    def _context_projections(self) -> list[Linear]:
+        attentions = [layer.self_attn for layer in self.layers]
+        return [each for own in attentions for each in (own.k_proj, own.v_proj)]
 
     def forward(
         self, features: torch.Tensor, embeddings: torch.Tensor, tables: PassTables
@@ -276,9 +310,10 @@ class Drafter(nn.Module):
         tables: BlockTables,
         positions: torch.Tensor,
     ) -> torch.Tensor:
+        places, added = Places.of(positions, self.config), None
         for layer, context in zip(self.layers, pairs, strict=True):
-            x = layer(x, context, tables=tables, positions=positions)
-        return self.norm(x)
+            x, added = layer(x, added, context, tables=tables, places=places)
+        return self.norm.added(added, x)[0]
 
 
 def _grown(old: torch.Tensor, length: int, capacity: int) -> torch.Tensor:

@@ -3,11 +3,12 @@
 Letters: A anchors, B block size, N = A*B rows, H hidden, P predicting slots.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 
 from dflash_offline.train.drafter import Drafter
+from dflash_offline.train.feed import feed_of
 from dflash_offline.train.objective import Objective, PassSums, pass_sums, scatter_rows
 from dflash_offline.train.phase_clock import PhaseClock
 from dflash_offline.train.row_loss import row_losses
@@ -52,7 +53,7 @@ def accumulate(
     drafter: Drafter,
     head: TargetHead,
     objective: Objective,
-    passes: Iterable[PassInput],
+    passes: Sequence[PassInput],
     clock: PhaseClock | None = None,
 ) -> torch.Tensor:
     """Add the gradients of passes to the parameters' `.grad`, unnormalised.
@@ -64,10 +65,12 @@ def accumulate(
     clock = clock or PhaseClock(device)
     layout = drafter.config.layout
     totals = torch.zeros(3 + layout.num_predictions, dtype=torch.float64, device=device)
-    for given in passes:
-        with clock.phase("forward"):
-            sums = run_pass(drafter, head, objective, given.to(device, head.weight.dtype))
-        with clock.phase("backward"):
-            sums.loss.backward()
-        totals += sums.flat()
+    dtype = head.weight.dtype
+    with drafter.cast_once(dtype):
+        for given in feed_of(device).passes(passes, dtype):
+            with clock.phase("forward"):
+                sums = run_pass(drafter, head, objective, given)
+            with clock.phase("backward"):
+                sums.loss.backward()
+            totals += sums.flat()
     return totals

@@ -1,8 +1,8 @@
-"""From stores to passes: a background thread reads packs ahead and builds everything a step needs.
+"""From stores to passes: background threads read packs ahead and build everything a step needs.
 
 A step is a number of samples; its passes hold at most so many block rows, whole samples where they
 fit, or a sample's anchors over several passes, each with the context it needs. How a step is cut
-into passes changes sums by rounding only.
+into passes changes sums by rounding only. States travel layer-major, as the store holds them.
 
 Letters: T context tokens, A anchors, B block size, K captured layers, H hidden, M labelled rows.
 """
@@ -10,8 +10,9 @@ Letters: T context tokens, A anchors, B block size, K captured layers, H hidden,
 import queue
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -33,6 +34,10 @@ from dflash_offline.train.order import WINDOW_PACKS, Draw, SampleOrder, StreamSt
 
 # Steps built ahead of the one that trains.
 _STEPS_AHEAD = 2
+# Packs of a store in host memory: the window that is being drawn from, and as many to come.
+_HELD_PACKS = 2 * WINDOW_PACKS
+# Steps that are looked at to find out which packs come next.
+_STEPS_KNOWN = 64
 # A pass also ends when its context is this many times its most block rows.
 _CONTEXT_FACTOR = 4
 
@@ -48,7 +53,7 @@ class StreamOptions:
     seed: int
     supervise: str = "all"
     with_final: bool = False  # also gather the final state at every labelled row
-    dtype: torch.dtype = torch.bfloat16  # of the features handed over
+    dtype: torch.dtype = torch.bfloat16  # of the final states handed over
     pinned: bool = False
     # What `block_attention.table_sizes` says for the drafter, where kernels will read the tables.
     table_sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -59,7 +64,7 @@ class LoadedDocument:
     """A sample in host memory, ready to be cut into passes."""
 
     anchored: AnchoredDocument
-    features: torch.Tensor | CodedStates  # bfloat16 [K, T, H], or what decodes to it
+    features: CodedStates  # [K, T, H]
     final: torch.Tensor | None = None  # bfloat16 [T, H]
 
 
@@ -78,7 +83,7 @@ class PassInput:
             tables=self.tables.to(device),
             features=features.decoded(device, dtype)
             if isinstance(features, CodedContext)
-            else features.to(device, non_blocking=True).to(dtype),
+            else features.to(device, dtype),
             final=None if final is None else final.to(device, non_blocking=True).to(dtype),
         )
 
@@ -97,7 +102,7 @@ class StepInput:
 
 
 class PackReader:
-    """Documents of one store by pack, the last few packs kept in host memory."""
+    """Documents of one store by pack."""
 
     def __init__(self, cache: Cache, options: StreamOptions, wanted: Sequence[int]) -> None:
         self._cache = cache
@@ -105,17 +110,28 @@ class PackReader:
         self._members: dict[int, list[int]] = {}
         for index in wanted:
             self._members.setdefault(cache.plan.samples[index].pack, []).append(index)
-        self._held: OrderedDict[int, dict[int, LoadedDocument]] = OrderedDict()
+        self._held: dict[int, Future[dict[int, LoadedDocument]]] = {}
+        self._decoding: dict[str, torch.Tensor | None] = {}
+
+    def pack_of(self, index: int) -> int:
+        """Return the pack that a sample is in."""
+        return self._cache.plan.samples[index].pack
+
+    def holds(self, pack: int) -> bool:
+        """Say whether a pack is in memory or being read."""
+        return pack in self._held
+
+    def hold(self, packs: Sequence[int], pool: ThreadPoolExecutor) -> None:
+        """Have these packs read, in this order, and drop all others."""
+        for pack in set(self._held) - set(packs):
+            self._held.pop(pack).cancel()
+        for pack in packs:
+            if pack not in self._held:
+                self._held[pack] = pool.submit(self._read, self._members[pack])
 
     def document(self, index: int) -> LoadedDocument:
-        """Return a sample without anchors, reading its whole pack if it is not held."""
-        pack = self._cache.plan.samples[index].pack
-        if pack not in self._held:
-            self._held[pack] = self._read(self._members[pack])
-            if len(self._held) > 2 * WINDOW_PACKS:
-                self._held.popitem(last=False)
-        self._held.move_to_end(pack)
-        return self._held[pack][index]
+        """Return a sample without anchors, of a pack that is held; waits for it."""
+        return self._held[self.pack_of(index)].result()[index]
 
     def _read(self, members: list[int]) -> dict[int, LoadedDocument]:
         cache, layers = self._cache, self._options.layers
@@ -124,7 +140,7 @@ class PackReader:
         return {
             document.index: LoadedDocument(
                 anchored=self._without_anchors(document),
-                features=document.features_torch(),
+                features=CodedStates(codec="raw", values=document.features_torch()),
                 final=document.final_torch() if self._options.with_final else None,
             )
             for document in cache.read_many(members, layers)
@@ -132,11 +148,19 @@ class PackReader:
 
     def _coded(self, document: CodedDocument) -> LoadedDocument:
         calibration, states = self._cache.calibration, document.states
+        coded = coded_states(states, calibration, document.slots)
+        if not self._decoding:
+            shared = {name: vars(coded)[name] for name in ("mean", "gain", "codebook")}
+            self._decoding = {name: self._placed(each) for name, each in shared.items()}
         return LoadedDocument(
             anchored=self._without_anchors(document),
-            features=coded_states(states, calibration, document.slots),
+            # The same tensors for all documents show that they can be decoded together.
+            features=replace(coded, **self._decoding),
             final=decode_final(states, calibration) if self._options.with_final else None,
         )
+
+    def _placed(self, shared: torch.Tensor | None) -> torch.Tensor | None:
+        return shared.pin_memory() if shared is not None and self._options.pinned else shared
 
     def _without_anchors(self, document: Document | CodedDocument) -> AnchoredDocument:
         return AnchoredDocument(
@@ -158,9 +182,35 @@ class StepBuilder:
             PackReader(cache, options, indices)
             for cache, indices in zip(caches, wanted, strict=True)
         ]
+        # One pack after the other, in the order of need; its chunks are read by several threads.
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="read-pack")
+
+    @property
+    def most_packs(self) -> int:
+        """Packs, of all stores, that are worth reading ahead."""
+        return _HELD_PACKS * len(self._readers)
+
+    def packs(self, draws: Sequence[Draw]) -> list[tuple[int, int]]:
+        """Return store and pack of every draw."""
+        return [(draw.store, self._readers[draw.store].pack_of(draw.index)) for draw in draws]
+
+    def read_ahead(self, packs: Sequence[tuple[int, int]]) -> None:
+        """Have packs read, given by store and number in the order of need, and drop all others."""
+        for number, reader in enumerate(self._readers):
+            reader.hold([pack for store, pack in packs if store == number], self._pool)
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._pool.shutdown(cancel_futures=True)
 
     def build(self, draws: Sequence[Draw], state: StreamState) -> StepInput:
-        """Read, anchor and cut samples; those without a possible anchor are left out."""
+        """Anchor and cut samples; those without a possible anchor are left out.
+
+        Reads the packs that are not held, and holds no others, unless `read_ahead` came before.
+        """
+        packs = self.packs(draws)
+        if not all(self._readers[store].holds(pack) for store, pack in packs):
+            self.read_ahead(list(dict.fromkeys(packs)))
         documents = [self._anchored(draw) for draw in draws]
         kept = [each for each in documents if len(each.anchored.anchors)]
         passes = [
@@ -217,32 +267,15 @@ def cut_into_passes(
 
 
 def assemble(documents: Sequence[LoadedDocument], options: StreamOptions) -> PassInput:
-    """Build one pass: tables, and the context's states token-major in one buffer."""
+    """Build one pass: tables, and the states of its context."""
     tables = build_pass([each.anchored for each in documents], options.layout, options.table_sizes)
-    features = _context([each.features for each in documents], tables.context_lengths, options)
+    states = [each.features for each in documents]
+    features = coded_context(states, tables.context_lengths, pinned=options.pinned)
     final = _final_rows(documents, tables, options.dtype) if options.with_final else None
     if options.pinned:
         tables = tables.pin_memory()
         final = None if final is None else final.pin_memory()
     return PassInput(tables=tables, features=features, final=final)
-
-
-def _context(
-    documents: Sequence[torch.Tensor | CodedStates], lengths: Sequence[int], options: StreamOptions
-) -> torch.Tensor | CodedContext:
-    """Lay the context of documents out token-major, [T, K*H], or as codes where there are some."""
-    states = [each for each in documents if isinstance(each, torch.Tensor)]
-    if len(states) < len(documents):
-        return coded_context(documents, lengths, pinned=options.pinned)
-    num_layers, _, hidden = states[0].shape
-    features = torch.empty(
-        (sum(lengths), num_layers, hidden), dtype=options.dtype, pin_memory=options.pinned
-    )
-    start = 0
-    for document, length in zip(states, lengths, strict=True):
-        features[start : start + length].copy_(document[:, :length].transpose(0, 1))
-        start += length
-    return features.flatten(1)
 
 
 def _final_rows(
@@ -322,17 +355,43 @@ class Stream:
         return item
 
     def _work(self) -> None:
-        rank, world = self._part
-        state = self._state
         try:
-            for count in self._samples_per_step:
-                draws, state = self._order.take(state, count)
-                mine = draws[rank * count // world : (rank + 1) * count // world]
-                if not self._put(self._builder.build(mine, state)):
+            for draws, state in self._ahead():
+                if not self._put(self._builder.build(draws, state)):
                     return
         except BaseException as problem:
             # Raised again by `next`, in the thread that trains.
             self._put(problem)
+        finally:
+            self._builder.close()
+
+    def _ahead(self) -> Iterator[tuple[list[Draw], StreamState]]:
+        """Yield the draws of steps; their packs, and those of steps to come, are being read."""
+        parts = self._parts()
+        coming: deque[tuple[list[Draw], StreamState]] = deque()
+        packs: Counter[tuple[int, int]] = Counter()
+        while True:
+            while len(packs) < self._builder.most_packs and len(coming) < _STEPS_KNOWN:
+                part = next(parts, None)
+                if part is None:
+                    break
+                coming.append(part)
+                packs.update(self._builder.packs(part[0]))
+            if not coming:
+                return
+            self._builder.read_ahead(list(packs))
+            draws, state = coming.popleft()
+            yield draws, state
+            packs.subtract(self._builder.packs(draws))
+            packs = +packs
+
+    def _parts(self) -> Iterator[tuple[list[Draw], StreamState]]:
+        """Yield this process's draws of every step, and the state after it."""
+        rank, world = self._part
+        state = self._state
+        for count in self._samples_per_step:
+            draws, state = self._order.take(state, count)
+            yield draws[rank * count // world : (rank + 1) * count // world], state
 
     def _put(self, item: StepInput | BaseException) -> bool:
         while not self._stop.is_set():

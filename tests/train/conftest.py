@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from dflash_offline.kernels.coded_states import CodedStates
 from dflash_offline.train.anchors import AnchoredDocument, BlockLayout
 from dflash_offline.train.config import TrainConfig
 from dflash_offline.train.drafter import Drafter
 from dflash_offline.train.drafter_config import DrafterConfig
-from dflash_offline.train.stream import LoadedDocument, StreamOptions
+from dflash_offline.train.stream import LoadedDocument, PassInput, StreamOptions, assemble
 from dflash_offline.train.target_head import TargetHead
 
 VOCAB, HIDDEN, MASK = 53, 32, 52
@@ -63,6 +64,10 @@ class Toy:
         }
         return StreamOptions(**values | changes)
 
+    def given(self, documents, **changes) -> PassInput:
+        """One pass over documents, decoded in the drafter's dtype."""
+        return assemble(documents, self.options(**changes)).to(torch.device("cpu"), self.dtype)
+
     def document(self, length: int, *, prompt: int = 3, seed: int = 0, anchors=None):
         """A document of random tokens and states; all candidates are anchors by default."""
         rng = np.random.default_rng(seed)
@@ -75,9 +80,12 @@ class Toy:
                     anchors if anchors is not None else np.arange(prompt, length - 1), np.int64
                 ),
             ),
-            features=torch.from_numpy(
-                rng.standard_normal((self.config.num_features, length, HIDDEN))
-            ).bfloat16(),
+            features=CodedStates(
+                codec="raw",
+                values=torch.from_numpy(
+                    rng.standard_normal((self.config.num_features, length, HIDDEN))
+                ).bfloat16(),
+            ),
         )
 
 

@@ -24,7 +24,7 @@ KINDS = {
 
 def logits_of(toy, documents) -> torch.Tensor:
     """Return logits [A, B, V] of one pass."""
-    given = assemble(documents, toy.options())
+    given = toy.given(documents)
     hidden = toy.drafter(
         given.features, toy.head.embeddings(given.tables.block_tokens), given.tables
     )
@@ -82,8 +82,12 @@ def plain_block(toy, features, tokens, anchor) -> torch.Tensor:
     return norm(x, weights["norm.weight"]) @ toy.head.weight.T
 
 
+def with_states(document, values: torch.Tensor):
+    return replace(document, features=replace(document.features, values=values))
+
+
 def token_major(document) -> torch.Tensor:
-    return document.features.transpose(0, 1).flatten(1).double()
+    return document.features.values.transpose(0, 1).flatten(1).double()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -147,9 +151,9 @@ def test_nothing_leaks_into_a_block(toy_maker, kind):
         return logits_of(toy, documents)[2 + number]
 
     for number, anchor in enumerate(anchors):
-        unseen = document.features.clone()
+        unseen = document.features.values.clone()
         unseen[:, anchor:] = torch.randn(unseen[:, anchor:].shape).bfloat16() * 9
-        changed = replace(document, features=unseen)
+        changed = with_states(document, unseen)
         assert torch.equal(block(number, [other, changed]), base[number]), (
             "features from the anchor"
         )
@@ -161,8 +165,7 @@ def test_nothing_leaks_into_a_block(toy_maker, kind):
         assert torch.equal(block(number, [other, changed]), base[number]), "tokens after the anchor"
 
     elsewhere = replace(
-        other,
-        features=other.features * -3,
+        with_states(other, other.features.values * -3),
         anchored=replace(other.anchored, tokens=(other.anchored.tokens + 1) % 50),
     )
     assert torch.equal(logits_of(toy, [elsewhere, document])[2:], base), "another document"
@@ -174,9 +177,9 @@ def test_a_block_sees_what_it_must(toy_maker, kind):
     document = toy.document(16, anchors=[8])
     base = logits_of(toy, [document])[0]
 
-    features = document.features.clone()
+    features = document.features.values.clone()
     features[:, 7] *= -1
-    before = logits_of(toy, [replace(document, features=features)])[0]
+    before = logits_of(toy, [with_states(document, features)])[0]
     assert (before - base).abs().amax(-1).min() > 1e-6, "every slot sees the features before"
 
     tokens = document.anchored.tokens.copy()
@@ -192,7 +195,7 @@ def test_context_is_projected_once_and_not_normed_per_layer(toy_maker):
     base = logits_of(toy, [document])
     with torch.no_grad():
         # Features times a constant: `hidden_norm` removes the scale before any layer.
-        scaled = replace(document, features=document.features * 4)
+        scaled = with_states(document, document.features.values * 4)
         torch.testing.assert_close(logits_of(toy, [scaled]), base, rtol=0, atol=1e-5)
         toy.drafter.hidden_norm.weight.mul_(0.25)
         assert (logits_of(toy, [document]) - base).abs().max() > 1e-4
@@ -217,7 +220,7 @@ def test_initialisation_is_a_function_of_the_seed(config_maker):
 def test_parameters_may_be_wider_than_the_states(toy_maker):
     # fp32 masters and bfloat16 passes: gradients arrive in fp32.
     toy = toy_maker(torch.float32)
-    given = assemble([toy.document(10)], toy.options(dtype=torch.bfloat16))
+    given = assemble([toy.document(10)], toy.options()).to(torch.device("cpu"), torch.bfloat16)
     embeddings = toy.head.to("cpu", torch.bfloat16).embeddings(given.tables.block_tokens)
     hidden = toy.drafter(given.features, embeddings, given.tables)
     assert hidden.dtype == torch.bfloat16

@@ -102,7 +102,7 @@ def test_local_denominators_would_differ(toy_maker):
 def test_loss_equals_the_written_sum(toy_maker):
     toy = toy_maker()
     document = toy.document(12, prompt=4)
-    given = assemble([document], toy.options())
+    given = toy.given([document])
     sums = run_pass(toy.drafter, toy.head, Objective(loss=DECAY, gamma=2.0), given)
     tables = given.tables
     hidden = toy.drafter(given.features, toy.head.embeddings(tables.block_tokens), tables)
@@ -126,7 +126,7 @@ def test_loss_equals_the_written_sum(toy_maker):
 
 def test_target_scales_reach_embeddings_and_logits(toy_maker):
     toy = toy_maker()
-    given = assemble([toy.document(12)], toy.options())
+    given = toy.given([toy.document(12)])
     objective = Objective(loss=DECAY, gamma=2.0)
     scaled = dataclasses.replace(toy.head, logit_scale=0.25, softcap=3.0, embedding_scale=2.0)
     sums = run_pass(toy.drafter, scaled, objective, given)
@@ -144,7 +144,7 @@ def test_teacher_labels_are_the_targets_best_tokens(toy_maker):
     document = toy.document(14, prompt=4)
     document = with_final(document, 1)
     final = document.final
-    given = assemble([document], toy.options(with_final=True))
+    given = toy.given([document], with_final=True)
     best = (final.double() @ toy.head.weight.T).argmax(-1)
     # The token at position p is what the head says of the state at p - 1.
     expected = [
@@ -167,7 +167,7 @@ def test_divergences_equal_the_written_sums(toy_maker):
     toy = toy_maker()
     head = dataclasses.replace(toy.head, logit_scale=0.5, softcap=3.0)
     document = with_final(toy.document(12, prompt=4), 2)
-    given = assemble([document], toy.options(with_final=True))
+    given = toy.given([document], with_final=True)
     spec = parse_loss("decay=2,kl=0.7,rkl=0.2,tv=0.4,ce=0.1")
     sums = {
         labels: run_pass(
@@ -200,7 +200,7 @@ def test_hits_are_counted_against_the_teachers_best_tokens(toy_maker, loss):
     # Whether or not the loss itself needs labels.
     toy = toy_maker()
     document = with_final(toy.document(20, prompt=4), 3)
-    given = assemble([document], toy.options(with_final=True))
+    given = toy.given([document], with_final=True)
     objective = objective_of(parse_loss(loss), labels="teacher", block_size=4)
     sums = run_pass(toy.drafter, toy.head, objective, given)
     hidden = toy.drafter(
@@ -226,7 +226,7 @@ def train_on(toy, document, steps: int) -> None:
 def accepted_by_decoding(toy, document, *, shift: int) -> list[int]:
     """Decode along a document in blocks and count what agrees, plus one; stops near its end."""
     tokens, size = document.anchored.tokens, toy.layout.block_size
-    features = document.features.transpose(0, 1).flatten(1).to(toy.dtype)
+    features = document.features.values.transpose(0, 1).flatten(1).to(toy.dtype)
     cache, done, start, accepted = toy.drafter.new_cache(), 0, 3, []
     while start + size + 1 < len(tokens):
         ids = torch.full((size,), toy.config.mask_token_id)

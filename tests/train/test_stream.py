@@ -52,11 +52,15 @@ def stream_of(cache, counts, *, rank=0, world_size=1, state=None, **changes) -> 
     )
 
 
+def decoded(given):
+    return given.to(torch.device("cpu"), torch.float32)
+
+
 def blocks(step) -> list[tuple]:
     """Return every block of a step as plain values: tokens, labels, context."""
     found = []
     for given in step.passes:
-        tables = given.tables
+        given, tables = decoded(given), given.tables
         for a in range(tables.num_anchors):
             rows = slice(4 * a, 4 * a + 4)
             lo, hi = int(tables.attention.host_lo[a]), int(tables.attention.host_hi[a])
@@ -89,7 +93,7 @@ def test_blocks_hold_what_the_store_holds(small_store):
         hi = int(tables.attention.host_hi[a])
         bits = corpus.features[sample][:, anchor - 1].reshape(-1)
         expected = (bits.astype(np.uint32) << 16).view(np.float32)
-        assert np.array_equal(first.passes[0].features[hi - 1].numpy(), expected)
+        assert np.array_equal(decoded(first.passes[0]).features[hi - 1].numpy(), expected)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -130,7 +134,7 @@ def test_passes_are_bounded_and_hold_the_same_blocks(small_store):
 def test_a_subset_of_layers(small_store):
     url, corpus = small_store
     with stream_of(open_cache(url), [1], layers=(3,)) as stream:
-        features = stream.next().passes[0].features
+        features = decoded(stream.next().passes[0]).features
     assert features.shape[1] == 64
     expected = (corpus.features[0][1, 0].astype(np.uint32) << 16).view(np.float32)
     assert np.array_equal(features[0].numpy(), expected)

@@ -1,0 +1,77 @@
+"""Projections on copies of their weights: the same results, gradients summed in fp32."""
+
+import contextlib
+
+import pytest
+import torch
+
+from dflash_offline.train.projections import Copies, Linear, project, project_wide
+from dflash_offline.train.stream import assemble
+
+SIZES = (6, 10, 4)
+
+
+@pytest.fixture
+def projections() -> list[Linear]:
+    torch.manual_seed(0)
+    made = [Linear(8, size) for size in SIZES]
+    for each in made:
+        torch.nn.init.normal_(each.weight)
+        each.weight.grad = torch.ones_like(each.weight)
+    return made
+
+
+@pytest.mark.parametrize("form", ["apart", "wide"])
+def test_gradients_reach_the_masters_unrounded(projections, form):
+    x = torch.randn(37, 8, dtype=torch.bfloat16, requires_grad=True)
+    upstream = [torch.randn(37, size, dtype=torch.bfloat16) for size in SIZES]
+    with Copies(projections).in_use(torch.bfloat16):
+        given = project(x, *projections) if form == "apart" else project_wide(x, projections)
+        torch.autograd.backward(given, upstream)
+    dx = torch.zeros(37, 8, dtype=torch.float64)
+    for each, y, dy in zip(projections, given, upstream, strict=True):
+        weight = each.weight.detach().bfloat16()
+        assert torch.equal(y, torch.nn.functional.linear(x.detach(), weight)), "one rounding"
+        expected = 1 + dy.double().t() @ x.detach().double()
+        torch.testing.assert_close(each.weight.grad.double(), expected, rtol=1e-6, atol=1e-5)
+        dx += dy.double() @ weight.double()
+    assert (x.grad.double() - dx).norm() < 1e-2 * dx.norm()
+
+
+def test_outside_and_where_masters_need_no_cast_weights_are_read(projections):
+    x = torch.randn(5, 8)
+    copies = Copies(projections)
+    with copies.in_use(torch.float32):
+        assert all(each.copy is None for each in projections)
+    with copies.in_use(torch.bfloat16):
+        assert all(each.copy is not None for each in projections)
+    with torch.no_grad():
+        projections[0].weight.mul_(2)
+    assert torch.equal(projections[0](x), x @ projections[0].weight.t())
+    # A gradient that is not there yet, as before the first optimiser.
+    projections[1].weight.grad = None
+    with copies.in_use(torch.bfloat16):
+        assert all(each.copy is None for each in projections)
+
+
+def test_passes_with_copies_are_nearer_to_fp64(toy_maker):
+    """Two passes in bfloat16 on fp32 masters, with copies and without, against fp64."""
+    found = {}
+    for name, dtype in (("exact", torch.float64), ("copies", None), ("graph", None)):
+        toy = toy_maker(dtype or torch.float32)
+        dtype = dtype or torch.bfloat16
+        for parameter in toy.drafter.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        copies = toy.drafter.cast_once(dtype) if name == "copies" else contextlib.nullcontext()
+        with copies:
+            for length in (19, 24):
+                given = assemble([toy.document(length, seed=length)], toy.options())
+                given = given.to(torch.device("cpu"), dtype)
+                embeddings = toy.head.embed.to(dtype)[given.tables.block_tokens]
+                hidden = toy.drafter(given.features, embeddings, given.tables)
+                wanted = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1))
+                (hidden * wanted.to(dtype)).sum().backward()
+        found[name] = torch.cat([p.grad.double().flatten() for p in toy.drafter.parameters()])
+    exact = found["exact"]
+    errors = {name: float((each - exact).norm() / exact.norm()) for name, each in found.items()}
+    assert 0 < errors["copies"] < 1.05 * errors["graph"] < 0.1

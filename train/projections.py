@@ -1,0 +1,169 @@
+"""Bias-free projections, alone or several of one input, and how their gradients are summed.
+
+Weights are fp32 masters. Outside of `Copies.in_use` a projection casts them inside the graph;
+inside, it reads copies in the compute dtype that were made once for the step, and backward adds
+each weight's gradient to the master's own with one product that sums in fp32: no gradient is
+rounded to the compute dtype, and none is stored before it is added.
+
+Letters: N rows, I inputs, O outputs.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Linear(nn.Module):
+    """Bias-free projection; the weight is cast to the input's dtype."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.copy: Tensor | None = None  # of the weight, while `Copies` are in use
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Project the last dimension."""
+        return project(x, self)[0]
+
+
+def project(x: Tensor, *projections: Linear) -> tuple[Tensor, ...]:
+    """Return x @ W.T for each projection's W.
+
+    Args:
+        x: [N, I]
+        projections: of I inputs.
+
+    Returns:
+        [N, O] each.
+    """
+    copies = [each.copy for each in projections if each.copy is not None]
+    if len(copies) < len(projections):
+        return tuple(F.linear(x, each.weight.to(x.dtype)) for each in projections)
+    return _Projections.apply(x, copies, *(each.weight for each in projections))
+
+
+def project_wide(x: Tensor, projections: Sequence[Linear]) -> tuple[Tensor, ...]:
+    """Return what `project` does, made by one product; the results are columns of one tensor."""
+    copies = [each.copy for each in projections if each.copy is not None]
+    sizes = [each.weight.shape[0] for each in projections]
+    if len(copies) < len(projections):
+        wide = torch.cat([each.weight.to(x.dtype) for each in projections])
+        return F.linear(x, wide).split(sizes, dim=-1)
+    wide = _neighbours(copies)
+    return _WideProjection.apply(x, wide, *(each.weight for each in projections)).split(sizes, -1)
+
+
+class _Projections(torch.autograd.Function):
+    """Keeps x; copies and masters stay where they are until the step is over."""
+
+    @staticmethod
+    def forward(ctx, x, copies, *masters):
+        ctx.save_for_backward(x)
+        ctx.copies, ctx.masters = copies, masters
+        return tuple(F.linear(x, copy) for copy in copies)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads):
+        (x,) = ctx.saved_tensors
+        dx = None
+        for grad, copy, master in zip(grads, ctx.copies, ctx.masters, strict=True):
+            if ctx.needs_input_grad[0]:
+                dx = grad @ copy if dx is None else dx.addmm_(grad, copy)
+            _add_product(master.grad, grad.t(), x)
+        return dx, None, *(None for _ in ctx.masters)
+
+
+class _WideProjection(torch.autograd.Function):
+    """`_Projections` with the copies side by side, and so one product for dx."""
+
+    @staticmethod
+    def forward(ctx, x, wide, *masters):
+        ctx.save_for_backward(x)
+        ctx.wide, ctx.masters = wide, masters
+        return F.linear(x, wide)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        parts = grad.split([master.shape[0] for master in ctx.masters], dim=-1)
+        for part, master in zip(parts, ctx.masters, strict=True):
+            _add_product(master.grad, part.t(), x)
+        dx = grad @ ctx.wide if ctx.needs_input_grad[0] else None
+        return dx, None, *(None for _ in ctx.masters)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to an fp32 matrix; the product is not rounded in between."""
+    if total.is_cuda:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(a.float(), b.float())
+
+
+def _neighbours(copies: Sequence[Tensor]) -> Tensor:
+    """View matrices that lie one after the other in memory as one."""
+    rows = sum(copy.shape[0] for copy in copies)
+    first = copies[0]
+    last = copies[-1]
+    end = first.storage_offset() + rows * first.shape[1]
+    assert last.storage_offset() + last.numel() == end, "copies do not lie side by side"
+    return first.as_strided((rows, first.shape[1]), first.stride())
+
+
+class Copies:
+    """Copies of projections' weights in the compute dtype, kept between steps.
+
+    Args:
+        projections: in the order in which the copies lie in memory.
+    """
+
+    def __init__(self, projections: Sequence[Linear]) -> None:
+        self._projections = list(projections)
+        self._flat: Tensor | None = None
+        self._copies: list[Tensor] = []
+
+    @contextmanager
+    def in_use(self, dtype: torch.dtype) -> Iterator[None]:
+        """Make the copies from the masters as they are, and have projections read them inside.
+
+        Does nothing where masters need no cast, or where their gradients are not plain fp32
+        tensors to add to, as with sharded parameters.
+        """
+        weights = [each.weight for each in self._projections]
+        if not all(_is_master(weight, dtype) for weight in weights):
+            yield
+            return
+        with torch.no_grad():
+            self._allocate(dtype, weights)
+            torch._foreach_copy_(self._copies, weights)
+        try:
+            for each, copy in zip(self._projections, self._copies, strict=True):
+                each.copy = copy
+            yield
+        finally:
+            for each in self._projections:
+                each.copy = None
+
+    def _allocate(self, dtype: torch.dtype, weights: Sequence[Tensor]) -> None:
+        device = weights[0].device
+        if self._flat is not None and self._flat.dtype == dtype and self._flat.device == device:
+            return
+        sizes = [weight.numel() for weight in weights]
+        self._flat = torch.empty(sum(sizes), dtype=dtype, device=device)
+        parts = self._flat.split(sizes)
+        self._copies = [p.view(w.shape) for p, w in zip(parts, weights, strict=True)]
+
+
+def _is_master(weight: Tensor, dtype: torch.dtype) -> bool:
+    grad = weight.grad
+    return (
+        weight.dtype == torch.float32 != dtype
+        and type(grad) is torch.Tensor
+        and grad.dtype == torch.float32
+        and grad.shape == weight.shape
+    )
