@@ -26,6 +26,7 @@ from transformers import (
 
 from dflash_offline.common.checkpoint_files import Checkpoint, find_checkpoint, sampled_digest
 from dflash_offline.common.errors import BadInput
+from dflash_offline.common.gguf_header import gguf_header_parsed_once
 from dflash_offline.common.weights import load_causal
 
 _NORM_NAMES = ("norm", "final_layernorm", "final_norm", "ln_f", "norm_f")
@@ -278,7 +279,7 @@ class Capture:
         return states
 
 
-# Reading it from a GGUF file takes seconds; transformers copies what it is given.
+# Several checks want it; transformers copies what it is given.
 @functools.lru_cache(maxsize=4)
 def _full_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     with _refusing(checkpoint, "config"):
@@ -288,7 +289,8 @@ def _full_config(checkpoint: Checkpoint) -> PreTrainedConfig:
 @contextmanager
 def _refusing(checkpoint: Checkpoint, part: str) -> Iterator[None]:
     try:
-        yield
+        with gguf_header_parsed_once():
+            yield
     except (OSError, ValueError, KeyError, ImportError) as problem:
         reason = str(problem).strip().split("\n")[0]
         raise BadInput(
