@@ -5,7 +5,6 @@ the SHA-256 of every file that no pack changes.
 """
 
 import hashlib
-import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -184,14 +183,15 @@ def parse_index(content: bytes, where: str) -> dict[str, Any]:
 
 
 def _parquet(table: pa.Table) -> bytes:
-    sink = io.BytesIO()
+    sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
-    return sink.getvalue()
+    return sink.getvalue().to_pybytes()
 
 
 def _table(content: bytes, where: str) -> pa.Table:
     try:
-        return pq.read_table(io.BytesIO(content))
+        # Threads of Arrow that hold Python objects abort the process now and then when it ends.
+        return pq.read_table(pa.BufferReader(content), use_threads=False, pre_buffer=False)
     except (pa.ArrowException, OSError) as problem:
         raise DamagedStore(f"{where} cannot be read: {problem}") from problem
 

@@ -1,6 +1,8 @@
 """Fixtures that several packages' tests share: a small store with random states, a tiny target."""
 
 import os
+import subprocess
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -172,6 +174,25 @@ def small_store(tmp_path: Path) -> tuple[str, Corpus]:
     with corpus.open(tmp_path / "store") as store:
         corpus.commit(store)
     return str(tmp_path / "store"), corpus
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """Mount a file system of some MiB and return its folder; skips where that is not allowed."""
+    folders: list[Path] = []
+
+    def mount(size_mib: int) -> Path:
+        folder = tmp_path / f"disk-{len(folders)}"
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size_mib}m", "none", str(folder)]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("needs the right to mount a tmpfs (run as root)")
+        folders.append(folder)
+        return folder
+
+    yield mount
+    for folder in folders:
+        subprocess.run(["umount", str(folder)], check=True)
 
 
 @pytest.fixture(scope="session")

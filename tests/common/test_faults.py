@@ -5,7 +5,6 @@ import re
 import subprocess
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -242,45 +241,29 @@ def test_store_on_s3(s3_server, s3_url, client, corpus_maker, tmp_path, monkeypa
     assert list((tmp_path / "kept").iterdir())
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 1 MiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(folder)],
-        capture_output=True,
-        check=False,
-    )
-    if mounted.returncode:
-        pytest.skip("needs the right to mount a tmpfs")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_full_disk(small_disk: Path, corpus_maker, monkeypatch):
+def test_full_disk(small_disk, corpus_maker, monkeypatch):
     monkeypatch.setattr("dflash_offline.common.store_checks._RESERVE_BYTES", 0)
-    corpus = corpus_maker()
-    ballast = small_disk / "ballast"
-    with corpus.open(small_disk / "s") as store:
+    corpus, disk = corpus_maker(), small_disk(1)
+    ballast = disk / "ballast"
+    with corpus.open(disk / "s") as store:
         corpus.commit(store, [0])
-        free = os.statvfs(small_disk)
+        free = os.statvfs(disk)
         ballast.write_bytes(bytes(free.f_bavail * free.f_frsize - 8192))
         with pytest.raises(Stopped, match="No space left.*free space and run the same command"):
             corpus.commit(store, [1])
         ballast.unlink()
-    with corpus.open(small_disk / "s") as store:
+    with corpus.open(disk / "s") as store:
         assert store.committed == {0}
         corpus.commit(store, [1, 2, 3])
-    assert_equal_content(str(small_disk / "s"), corpus, ())
+    assert_equal_content(str(disk / "s"), corpus, ())
 
 
-def test_read_only_disk(small_disk: Path, corpus_maker, monkeypatch):
+def test_read_only_disk(small_disk, corpus_maker, monkeypatch):
     monkeypatch.setattr("dflash_offline.common.store_checks._RESERVE_BYTES", 0)
-    corpus = corpus_maker()
-    with corpus.open(small_disk / "s") as store:
+    corpus, disk = corpus_maker(), small_disk(1)
+    with corpus.open(disk / "s") as store:
         corpus.commit(store)
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    assert_equal_content(str(small_disk / "s"), corpus, ())
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    assert_equal_content(str(disk / "s"), corpus, ())
     with pytest.raises(Stopped, match="Read-only file system"):
-        corpus.open(small_disk / "s")
+        corpus.open(disk / "s")
