@@ -20,8 +20,8 @@ dflash-extract --target "$target" --data "$out/answers.jsonl" --out "$out/cache"
 
 dflash-cache info "$out/cache"
 
-dflash-train --cache "$out/cache" --out "$out/run" --draft-layers 2 --block-size 8 \
-    --num-anchors 16 --samples-per-step 4 --loss dpace --lr 1e-3 --num-epochs 12
+dflash-train --cache "$out/cache" --out "$out/run" --draft-layers 2 --block-size 5 \
+    --num-anchors 14 --samples-per-step 4 --loss dpace --lr 1e-3 --num-epochs 16
 
 dflash-eval --draft "$out/run/draft" --target "$target" --data demo/heldout.jsonl \
     --num-prompts 12 --max-new-tokens 64 --min-acceptance 1.7

@@ -16,9 +16,12 @@ CPU_BLOCK_ELEMENTS = 1 << 20
 
 def _rank(z: Tensor, z_label: Tensor, column: Tensor) -> Tensor:
     """Count columns ahead of the label; an equal logit is ahead if its column is smaller."""
-    ahead = torch.count_nonzero(z > z_label, dim=1)
+    # Ones and zeros in z's own dtype: adding them up is several times as fast as counting booleans,
+    # and exact below 2^24 columns.
+    ones = torch.empty_like(z)
+    ahead = torch.gt(z, z_label, out=ones).sum(dim=1).to(torch.int64)
     # The label itself is one of the equals; only rows with more need their columns looked at.
-    equal = torch.count_nonzero(z == z_label, dim=1)
+    equal = torch.eq(z, z_label, out=ones).sum(dim=1)
     for row in torch.nonzero(equal > 1)[:, 0].tolist():
         ahead[row] += torch.count_nonzero(z[row, : int(column[row])] == z_label[row])
     return ahead
