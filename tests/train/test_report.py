@@ -17,6 +17,10 @@ from dflash_offline.train.plots import MAX_POINTS, Curve, line_plot, thin
 from dflash_offline.train.report import RunRecords, write_report
 
 CHROMIUM = "/usr/bin/chromium"
+MEASURE_PLOTS = """<script>
+for (const plot of document.querySelectorAll("svg"))
+  console.log("plot", plot.getBoundingClientRect().height, plot.querySelectorAll("path").length);
+</script>"""
 SECTIONS = {
     "result": 0,
     "loss": 1,
@@ -241,14 +245,13 @@ def test_table_escapes() -> None:
 @pytest.mark.skipif(shutil.which(CHROMIUM) is None, reason="needs /usr/bin/chromium")
 def test_renders_in_a_browser(page_text: str, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
-    page.write_text(page_text, encoding="utf-8")
+    page.write_text(page_text + MEASURE_PLOTS, encoding="utf-8")
     picture = tmp_path / "phone.png"
-    subprocess.run(
+    browser = subprocess.run(
         [
             CHROMIUM,
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
+            *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync"),
+            *("--disable-background-networking", "--enable-logging=stderr"),
             f"--user-data-dir={tmp_path / 'profile'}",
             "--window-size=390,2400",
             f"--screenshot={picture}",
@@ -256,6 +259,14 @@ def test_renders_in_a_browser(page_text: str, tmp_path: Path) -> None:
         ],
         check=True,
         capture_output=True,
+        text=True,
         timeout=120,
     )
     assert picture.stat().st_size > 20_000
+    # Whatever a page's console says, errors of the page included, stands in such a line.
+    said = re.findall(r'CONSOLE.*?"(.*)", source', browser.stderr)
+    assert len(said) == browser.stderr.count("CONSOLE") == page_text.count("<svg")
+    for words in said:
+        height, num_shapes = map(float, re.fullmatch(r"plot ([\d.]+) (\d+)", words).groups())
+        assert height > 100
+        assert num_shapes > 3
