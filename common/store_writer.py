@@ -1,10 +1,12 @@
 """The side of a store that writes: creation, resume, ownership, and the commit of a pack.
 
 Everything that no pack changes is written first and closed by the manifest. A pack is its shards,
-each create-only, and then its record, which alone makes it exist. Letters: K captured layers,
-T tokens of a pack, H hidden.
+each create-only, and then its record, which alone makes it exist. Packs may be committed from
+several threads, and from other processes that join. Letters: K captured layers, T tokens of a pack,
+H hidden.
 """
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +21,12 @@ from dflash_offline.common.errors import BadInput
 from dflash_offline.common.identity import Identity
 from dflash_offline.common.lease import Ownership, take_ownership
 from dflash_offline.common.pack_arrays import inner_chunks, state_arrays
-from dflash_offline.common.pack_index import PackIndex, read_pack_index, write_pack_index
+from dflash_offline.common.pack_index import (
+    PackIndex,
+    read_pack_index,
+    read_record,
+    write_pack_index,
+)
 from dflash_offline.common.pack_reader import read_flat
 from dflash_offline.common.plan_writer import (
     NewPlan,
@@ -58,9 +65,10 @@ class Store:
     Use as a context manager, or call `close()`.
     """
 
-    def __init__(self, blobs: Blobs, lock: Ownership) -> None:
+    def __init__(self, blobs: Blobs, lock: Ownership | None) -> None:
         self.blobs = blobs
-        self._lock = lock
+        self._lock = lock  # None in a process that only commits packs for the owner
+        self._index_guard = threading.Lock()
         self.schema: Schema
         self.plan: Plan
         self._packs: list[list[int]] = []
@@ -139,6 +147,17 @@ class Store:
             raise
         return store
 
+    @classmethod
+    def join(cls, url: str, storage_options: Sequence[str] = ()) -> "Store":
+        """Open a store that another process of the same run owns, in order to commit packs.
+
+        The owner has dropped what was uncommitted before this is called, gives every pack to one
+        process alone, and calls `refresh` once all of them are done.
+        """
+        store = cls(blobs_at(url, storage_options), None)
+        store._load()
+        return store
+
     def __enter__(self) -> "Store":
         return self
 
@@ -151,18 +170,40 @@ class Store:
 
     def close(self) -> None:
         """Give up ownership."""
-        self._lock.release()
+        if self._lock is not None:
+            self._lock.release()
 
     def fold_index(self) -> None:
         """Write an index of what is committed, so that opening the store needs few reads."""
-        if self._commits_since_index:
+        with self._index_guard:
+            self._fold_index()
+
+    def _fold_index(self) -> None:
+        if self._lock is not None and self._commits_since_index:
             self._index = write_pack_index(self.blobs, self._index, self.plan.num_packs)
             self._commits_since_index = 0
+
+    def refresh(self) -> None:
+        """Take notice of the packs that other processes of the run committed."""
+        with self._index_guard:
+            known = len(self._index.packs)
+            self._index = read_pack_index(self.blobs, self.plan.num_packs)
+            self._commits_since_index += len(self._index.packs) - known
 
     @property
     def committed(self) -> set[int]:
         """Packs that exist."""
         return set(self._index.packs)
+
+    @property
+    def quarantined(self) -> dict[int, int]:
+        """Samples of committed packs whose states are zeros, with their pack."""
+        return {sample: pack for pack, (_, bad) in self._index.packs.items() for sample in bad}
+
+    def why_quarantined(self, sample: int) -> str:
+        """Return the reason that a sample's commit record gives."""
+        record = read_record(self.blobs, self._index, self.quarantined[sample])
+        return record["quarantined"][sample]
 
     def pack_samples(self, pack: int) -> list[int]:
         """Return the sample indices of a pack, in order of their start."""
@@ -214,6 +255,8 @@ class Store:
     ) -> int:
         """Write a pack's states and then the record that makes it exist.
 
+        Arrays must stay as they are until it returns.
+
         Args:
             features: uint16 [K, tokens, H], bfloat16 bit patterns in the order of the plan; or
                 all states as codes on the CPU, when the store has an int codec.
@@ -227,7 +270,8 @@ class Store:
         Raises:
             Stopped: the disk is full or read-only.
         """
-        self._lock.check()
+        if self._lock is not None:
+            self._lock.check()
         states = state_arrays(
             self.schema,
             features,
@@ -252,10 +296,11 @@ class Store:
             run=dict(run_info or {}),
         )
         self.blobs.create(commit_key(pack), [record])
-        self._index = self._index.added(pack, record, sorted(quarantined or {}))
-        self._commits_since_index += 1
-        if self._commits_since_index >= _COMMITS_PER_INDEX:
-            self.fold_index()
+        with self._index_guard:
+            self._index = self._index.added(pack, record, sorted(quarantined or {}))
+            self._commits_since_index += 1
+            if self._commits_since_index >= _COMMITS_PER_INDEX:
+                self._fold_index()
         return sum(arrays[name]["bytes"] for name in states)
 
     def _write_shard(

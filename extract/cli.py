@@ -16,5 +16,5 @@ main = command(
       dflash-extract --target Qwen/Qwen3-8B --data answers.jsonl --out cache/qwen3 \\
         --layers auto:5 --holdout 1%
     """,
-    run="dflash_offline.extract.run:extract",
+    run="dflash_offline.extract.launch:extract",
 )

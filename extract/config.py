@@ -97,6 +97,11 @@ class ExtractConfig:
     system_prompt: str | None = option(
         None, help="System message for conversations that have none."
     )
+    gpus: str = option(
+        "all",
+        help="Workers on this machine, one for each GPU; without GPUs, on the CPU.",
+        metavar="all|N",
+    )
     seed: int = option(0, help="Seed of the sample order.", type=click.IntRange(min=0))
     append: bool = option(False, help="Add this data to a store made from other data.")
     plan_only: bool = option(

@@ -1,61 +1,71 @@
 """An extraction from the first row to the last commit, in the order in which a user sees it.
 
-Everything that can be refused is refused before the target is loaded or anything is written.
+Everything that can be refused is refused before the target is loaded or anything is written. Of
+several workers the first plans, owns the store and talks to the user; the others wait for the plan,
+and all of them take units from one queue.
 """
 
-import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
-
+import torch
 from rich.console import Console
 
-from dflash_offline.common.blobs import LocalBlobs, blobs_at
-from dflash_offline.common.errors import FoundProblems, Stopped
+from dflash_offline.common.blobs import blobs_at
+from dflash_offline.common.errors import BadInput, FoundProblems
 from dflash_offline.common.identity import Identity
 from dflash_offline.common.options import config_as_dict, print_config
-from dflash_offline.common.progress import JsonLog, format_seconds
-from dflash_offline.common.store import LOGS, MANIFEST_KEY, exists
+from dflash_offline.common.progress import format_seconds
+from dflash_offline.common.store import MANIFEST_KEY, exists
 from dflash_offline.common.store_checks import refuse_small_disk
 from dflash_offline.common.store_size import estimate_bytes
 from dflash_offline.common.store_writer import Store
 from dflash_offline.common.target import Target, load_target
 from dflash_offline.extract.calibrate import calibrate
 from dflash_offline.extract.config import ExtractConfig
+from dflash_offline.extract.crew import Crew
 from dflash_offline.extract.estimate import estimate_sentence
 from dflash_offline.extract.forward import StateForward
+from dflash_offline.extract.place import Place
 from dflash_offline.extract.planning import Planned, plan_extraction, plan_sentence
-from dflash_offline.extract.self_check import Check, report, self_check
-from dflash_offline.extract.settings import default_device, resolve_dtype
+from dflash_offline.extract.run_log import run_log
+from dflash_offline.extract.self_check import report, self_check
+from dflash_offline.extract.settings import resolve_dtype
+from dflash_offline.extract.stop_request import StopRequest
+from dflash_offline.extract.tally import Tally
 from dflash_offline.extract.target_files import run_info, target_files, target_identity
-from dflash_offline.extract.worker import Outcome, extract_packs
+from dflash_offline.extract.worker import Worker, unfinished_units
+
+_PLANNED, _UNITS, _TAKEN = "planned", "units", "taken"
 
 
-def extract(config: ExtractConfig) -> None:
-    """Run `dflash-extract`.
+def extract(config: ExtractConfig, place: Place) -> None:
+    """Be one worker of a `dflash-extract` run, or all of it.
 
     Raises:
         BadInput: anything the user gave that cannot be used; nothing has been written.
-        Stopped: a signal or a full disk; what is committed is safe.
+        Stopped: a signal, a full disk or a lost worker; what is committed is safe.
         FoundProblems: the self-check failed, or more samples than `--max-bad` are quarantined.
     """
+    device = _device(place)
+    if config.dry_run or config.plan_only:
+        if not place.is_first:
+            return
+        place = Place()
+    with StopRequest() as stop, Crew(place, stop, device=str(device)) as crew:
+        if place.is_first:
+            _lead(config, crew, stop, device)
+        else:
+            _follow(config, crew, stop, device)
+
+
+def _lead(config: ExtractConfig, crew: Crew, stop: StopRequest, device: torch.device) -> None:
     print_config(config, out=config.out, title="dflash-extract")
     console = Console(stderr=True, highlight=False)
-    device = default_device()
     planned = plan_extraction(config, device)
     console.print(plan_sentence(planned))
     blobs = blobs_at(config.out, config.storage_option)
     if not config.dry_run and not exists(blobs, MANIFEST_KEY):
         refuse_small_disk(blobs, estimate_bytes(planned.schema, planned.plan), {})
-    target = load_target(
-        config.target,
-        dtype=resolve_dtype(config.dtype, device),
-        device=device,
-        revision=config.target_revision,
-        head=False,
-        trust_remote_code=config.trust_remote_code,
-    )
+    crew.publish(_PLANNED, True)
+    target = _load(config, device)
     if config.dry_run:
         console.print(estimate_sentence(config, planned, target))
         return
@@ -64,21 +74,65 @@ def extract(config: ExtractConfig) -> None:
     report(checks)
     with (
         _open_store(config, planned, target) as store,
-        _log(store, config, checks) as log,
+        run_log(store.blobs, config, crew.place, checks) as log,
     ):
         if config.plan_only:
             console.print(f"planned {store.plan.num_packs} packs; run again without --plan-only")
             return
-        outcome = Outcome()
-        with StateForward(
-            target, store.schema.layers, keep_final=planned.schema.teacher == "final"
-        ) as forward:
+        with _forward(store, target) as forward:
             calibrate(store, forward, target, seed=config.seed, batch_tokens=config.batch_tokens)
             forward.encode_with(store.calibration)
-            extract_packs(store, forward, run_info=run_info(target), outcome=outcome)
-        log.write({"kind": "end", **_outcome_record(outcome)})
-    console.print(_end_sentence(config, store, outcome))
-    _refuse_too_many_bad(config, store, outcome)
+            units = unfinished_units(store)
+            crew.publish(_UNITS, units)
+            worker = Worker(store, forward, crew, stop, log=log, run_info=run_info(target))
+            total = worker.lead(crew.shares(units, _TAKEN))
+        store.refresh()
+        log.write({"kind": "end", **total.as_record()})
+    console.print(_end_sentence(config, store, total))
+    _refuse_too_many_bad(config, store)
+
+
+def _follow(config: ExtractConfig, crew: Crew, stop: StopRequest, device: torch.device) -> None:
+    crew.expect(_PLANNED)
+    target = _load(config, device)
+    units = crew.expect(_UNITS)
+    store = Store.join(config.out, config.storage_option)
+    with (
+        run_log(store.blobs, config, crew.place) as log,
+        _forward(store, target) as forward,
+    ):
+        forward.encode_with(store.calibration)
+        worker = Worker(store, forward, crew, stop, log=log, run_info=run_info(target))
+        worker.follow(crew.shares(units, _TAKEN))
+
+
+def _device(place: Place) -> torch.device:
+    num_gpus = torch.cuda.device_count()
+    if num_gpus == 0:
+        return torch.device("cpu")
+    if place.local_rank >= num_gpus:
+        raise BadInput(
+            f"LOCAL_RANK {place.local_rank} has no GPU on this machine, which has {num_gpus}; "
+            "start at most one worker for each"
+        )
+    # Kernels of other packages go to the current device.
+    torch.cuda.set_device(place.local_rank)
+    return torch.device("cuda", place.local_rank)
+
+
+def _load(config: ExtractConfig, device: torch.device) -> Target:
+    return load_target(
+        config.target,
+        dtype=resolve_dtype(config.dtype, device),
+        device=device,
+        revision=config.target_revision,
+        head=False,
+        trust_remote_code=config.trust_remote_code,
+    )
+
+
+def _forward(store: Store, target: Target) -> StateForward:
+    return StateForward(target, store.schema.layers, keep_final=store.schema.teacher == "final")
 
 
 def _open_store(config: ExtractConfig, planned: Planned, target: Target) -> Store:
@@ -107,54 +161,22 @@ def _open_store(config: ExtractConfig, planned: Planned, target: Target) -> Stor
     )
 
 
-@contextmanager
-def _log(store: Store, config: ExtractConfig, checks: list[Check]) -> Iterator[JsonLog]:
-    """Keep the run's log in the store: a file that grows, on object storage one for each run."""
-    blobs = store.blobs
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = blobs.root / LOGS if isinstance(blobs, LocalBlobs) else Path(temporary)
-        log = JsonLog(folder / "extract.jsonl")
-        log.write({"kind": "run", "config": config_as_dict(config)})
-        for check in checks:
-            record = {"name": check.name, "value": check.value, "bound": check.bound}
-            log.write({"kind": "self-check", **record, "ok": check.is_good})
-        try:
-            yield log
-        finally:
-            log.close()
-            if not isinstance(blobs, LocalBlobs):
-                # The reason why a run ends matters more than its log.
-                with suppress(Stopped, OSError):
-                    content = (folder / "extract.jsonl").read_bytes()
-                    blobs.create(f"{LOGS}/extract-{time.time_ns()}.jsonl", [content])
-
-
-def _outcome_record(outcome: Outcome) -> dict[str, object]:
-    return {
-        "tokens": outcome.tokens,
-        "padded_frac": outcome.padded_frac(),
-        "written_bytes": outcome.written_bytes,
-        "seconds": outcome.seconds,
-        "quarantined": outcome.quarantined,
-    }
-
-
-def _end_sentence(config: ExtractConfig, store: Store, outcome: Outcome) -> str:
-    speed = outcome.tokens / max(outcome.seconds, 1e-9)
+def _end_sentence(config: ExtractConfig, store: Store, total: Tally) -> str:
+    splits = f", {total.splits} batches split for want of memory" if total.splits else ""
     return (
         f"{len(store.committed)} of {store.plan.num_packs} packs in {config.out}: "
-        f"{outcome.tokens:,} tokens, {outcome.written_bytes / 1e6:,.1f} MB written in "
-        f"{format_seconds(outcome.seconds)} ({speed:,.0f} tokens/s), "
-        f"{len(outcome.quarantined)} quarantined"
+        f"{total.tokens:,} tokens, {total.written_bytes / 1e6:,.1f} MB written in "
+        f"{format_seconds(total.seconds)} ({total.tokens_per_s:,.0f} tokens/s), "
+        f"{len(store.quarantined)} quarantined{splits}"
     )
 
 
-def _refuse_too_many_bad(config: ExtractConfig, store: Store, outcome: Outcome) -> None:
-    samples, bad = len(store.plan.samples), len(outcome.quarantined)
-    if bad > samples * config.max_bad / 100:
-        index, reason = next(iter(outcome.quarantined.items()))
+def _refuse_too_many_bad(config: ExtractConfig, store: Store) -> None:
+    samples, bad = len(store.plan.samples), store.quarantined
+    if len(bad) > samples * config.max_bad / 100:
+        index = min(bad)
         raise FoundProblems(
-            f"{bad} of {samples} samples are quarantined, more than --max-bad {config.max_bad} %: "
-            f"the first is {store.plan.samples[index].id} ({reason}); they are left out when the "
-            "store is read"
+            f"{len(bad)} of {samples} samples are quarantined, more than --max-bad "
+            f"{config.max_bad} %: the first is {store.plan.samples[index].id} "
+            f"({store.why_quarantined(index)}); they are left out when the store is read"
         )

@@ -6,41 +6,20 @@ pack, H hidden.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from dflash_offline.common.progress import ProgressLine
+from dflash_offline.common.progress import JsonLog, ProgressLine
 from dflash_offline.common.store_writer import Store
 from dflash_offline.extract.coded_pack import CodedPack
+from dflash_offline.extract.crew import Crew
 from dflash_offline.extract.forward import BatchStates, StateForward
+from dflash_offline.extract.stop_request import StopRequest
+from dflash_offline.extract.tally import PROGRESS_FIELDS, Tally, progress_values
 
-PROGRESS_FIELDS = ("packs", "tokens", "tok/s", "padded", "written", "bad")
-
-
-@dataclass(kw_only=True)
-class Outcome:
-    """What a run did.
-
-    Attributes:
-        quarantined: sample index to reason.
-        tokens: rows written, in tokens.
-        padded_tokens: tokens forwarded, padding included.
-        written_bytes: bytes of state shards.
-        seconds: time in the loop.
-    """
-
-    quarantined: dict[int, str] = field(default_factory=dict)
-    tokens: int = 0
-    padded_tokens: int = 0
-    written_bytes: int = 0
-    seconds: float = 0.0
-
-    def padded_frac(self) -> float:
-        """Return the share of forwarded tokens that was padding."""
-        return 1.0 - self.tokens / self.padded_tokens if self.padded_tokens else 0.0
+_REPORT_S, _LOG_S, _WAIT_S = 1.0, 10.0, 0.2
 
 
 class PackBuffer:
@@ -94,51 +73,137 @@ def _problem(is_finite: np.ndarray, layers: Sequence[int]) -> str | None:
     return f"not finite in {where} at position {position}"
 
 
-def extract_packs(
-    store: Store, forward: StateForward, *, run_info: Mapping[str, Any], outcome: Outcome
-) -> None:
-    """Compute and commit every pack that the store does not hold yet.
+def unfinished_units(store: Store) -> list[int]:
+    """Return the units of the plan with a pack that the store does not hold yet."""
+    packs, committed = store.plan.column("pack"), store.committed
+    return [
+        number
+        for number, unit in enumerate(store.plan.batches)
+        if not {pack for batch in unit for pack in packs[batch].tolist()} <= committed
+    ]
 
-    Args:
-        store: owned by this run.
-        forward: target with hooks on the store's layers.
-        run_info: what goes into commit records: device, software.
-        outcome: updated as packs are committed, so that it holds when a signal ends the run.
 
-    Raises:
-        Stopped: a signal, or a disk that is full.
-    """
-    starts, lengths = store.plan.column("start"), store.plan.column("length")
-    packs = store.plan.column("pack")
-    total = int(lengths.sum())
-    done = int(lengths[np.isin(packs, sorted(store.committed))].sum())
-    began = time.monotonic()
-    with ProgressLine(total, PROGRESS_FIELDS, done=done) as progress:
-        for unit in store.plan.batches:
-            open_packs = {pack for batch in unit for pack in packs[batch].tolist()}
-            buffers = {p: PackBuffer(store, p) for p in sorted(open_packs - store.committed)}
-            tokens: dict[int, np.ndarray] = {}
-            for batch in unit:
-                # A batch with any uncommitted sample runs whole: its shape decides its rounding.
-                if not any(int(packs[sample]) in buffers for sample in batch):
-                    continue
-                samples = [
-                    _sample_tokens(store, tokens, int(packs[i]))[starts[i] :][: lengths[i]]
-                    for i in batch
-                ]
-                states = forward(samples)
-                outcome.padded_tokens += len(samples) * max(map(len, samples))
-                outcome.tokens += sum(map(len, samples))
-                for sample, rows in _rows_of(batch, lengths):
-                    if (buffer := buffers.get(int(packs[sample]))) is not None:
-                        buffer.put(sample, int(starts[sample]), states, rows)
-                del states
-                for pack in [p for p, buffer in buffers.items() if not buffer.missing]:
-                    _commit(store, buffers.pop(pack), run_info=run_info, outcome=outcome)
-                    done += store.pack_length(pack)
-                outcome.seconds = time.monotonic() - began
-                progress.update(done, _progress_values(store, outcome, done))
-            assert not buffers, f"packs {sorted(buffers)} have samples in no batch of their unit"
+class Worker:
+    """Compute and commit the packs of the units that this process gets."""
+
+    def __init__(
+        self,
+        store: Store,
+        forward: StateForward,
+        crew: Crew,
+        stop: StopRequest,
+        *,
+        log: JsonLog,
+        run_info: Mapping[str, Any],
+    ) -> None:
+        self._store = store
+        self._forward = forward
+        self._crew = crew
+        self._stop = stop
+        self._log = log
+        self._run_info = run_info
+        self._tally = Tally()
+        self._began = time.monotonic()
+        self._next_report = self._next_log = self._began
+        plan = store.plan
+        self._packs, self._starts = plan.column("pack"), plan.column("start")
+        self._lengths = plan.column("length")
+
+    def lead(self, units: Iterable[int]) -> Tally:
+        """Work, show everybody's progress, wait for the others; returns the sum of all.
+
+        Raises:
+            Stopped: a signal, a full disk or a lost worker.
+        """
+        store, total = self._store, int(self._lengths.sum())
+        committed = store.committed
+        done = int(self._lengths[np.isin(self._packs, sorted(committed))].sum())
+        with ProgressLine(total, PROGRESS_FIELDS, done=done) as line:
+
+            def show() -> None:
+                tallies = self._crew.tallies()
+                values = progress_values(
+                    tallies,
+                    num_packs=store.plan.num_packs,
+                    done_packs=len(committed),
+                    done_tokens=done,
+                )
+                line.update(done + Tally.total(tallies.values()).committed_tokens, values)
+
+            for _ in self._work(units):
+                show()
+            while not self._crew.is_done:
+                self._stop.wait(_WAIT_S)
+                show()
+            show()
+        return Tally.total(self._crew.tallies().values())
+
+    def follow(self, units: Iterable[int]) -> None:
+        """Work, and let the first worker know of it."""
+        for _ in self._work(units):
+            pass
+
+    def _work(self, units: Iterable[int]) -> Iterator[None]:
+        """Yield now and then, whenever progress has been reported."""
+        with self._stop.deferred():
+            for unit in units:
+                for _ in self._work_unit(unit):
+                    if self._report():
+                        yield
+                    self._stop.check()
+        self._crew.report(self._tally, is_done=True)
+
+    def _work_unit(self, unit: int) -> Iterator[None]:
+        """Yield after every batch."""
+        store, packs = self._store, self._packs
+        batches = store.plan.batches[unit]
+        open_packs = {pack for batch in batches for pack in packs[batch].tolist()}
+        buffers = {p: PackBuffer(store, p) for p in sorted(open_packs - store.committed)}
+        tokens: dict[int, np.ndarray] = {}
+        for batch in batches:
+            # A batch with any uncommitted sample runs whole: its shape decides its rounding.
+            if not any(int(packs[sample]) in buffers for sample in batch):
+                continue
+            samples = [
+                _sample_tokens(store, tokens, int(packs[i]))[self._starts[i] :][: self._lengths[i]]
+                for i in batch
+            ]
+            states = self._forward(samples)
+            self._tally.padded_tokens += len(samples) * max(map(len, samples))
+            self._tally.tokens += sum(map(len, samples))
+            for sample, rows in _rows_of(batch, self._lengths):
+                if (buffer := buffers.get(int(packs[sample]))) is not None:
+                    buffer.put(sample, int(self._starts[sample]), states, rows)
+            del states
+            for pack in [p for p, buffer in buffers.items() if not buffer.missing]:
+                self._commit(buffers.pop(pack))
+            yield
+        assert not buffers, f"packs {sorted(buffers)} have samples in no batch of their unit"
+
+    def _commit(self, buffer: PackBuffer) -> None:
+        self._tally.written_bytes += self._store.commit_pack(
+            buffer.pack,
+            buffer.features if buffer.coded is None else buffer.coded.joined(),
+            buffer.final if buffer.coded is None else None,
+            quarantined=buffer.quarantined,
+            run_info=self._run_info,
+        )
+        self._tally.quarantined.update(buffer.quarantined)
+        self._tally.committed_packs += 1
+        self._tally.committed_tokens += self._store.pack_length(buffer.pack)
+
+    def _report(self) -> bool:
+        """Tell the first worker and the log, not too often; returns whether it did."""
+        now = time.monotonic()
+        self._tally.seconds = now - self._began
+        if now < self._next_report:
+            return False
+        self._next_report = now + _REPORT_S
+        self._crew.report(self._tally)
+        if now >= self._next_log:
+            self._next_log = now + _LOG_S
+            self._log.write({"kind": "progress", "time": time.time(), **self._tally.as_record()})
+        return True
 
 
 def _sample_tokens(store: Store, tokens: dict[int, np.ndarray], pack: int) -> np.ndarray:
@@ -153,27 +218,3 @@ def _rows_of(batch: Sequence[int], lengths: np.ndarray) -> Iterator[tuple[int, s
     for sample in batch:
         yield sample, slice(first, first + int(lengths[sample]))
         first += int(lengths[sample])
-
-
-def _commit(
-    store: Store, buffer: PackBuffer, *, run_info: Mapping[str, Any], outcome: Outcome
-) -> None:
-    outcome.written_bytes += store.commit_pack(
-        buffer.pack,
-        buffer.features if buffer.coded is None else buffer.coded.joined(),
-        buffer.final if buffer.coded is None else None,
-        quarantined=buffer.quarantined,
-        run_info=run_info,
-    )
-    outcome.quarantined.update(buffer.quarantined)
-
-
-def _progress_values(store: Store, outcome: Outcome, done: int) -> dict[str, str]:
-    return {
-        "packs": f"{len(store.committed)}/{store.plan.num_packs}",
-        "tokens": f"{done:,}",
-        "tok/s": f"{outcome.tokens / max(outcome.seconds, 1e-9):,.0f}",
-        "padded": f"{outcome.padded_frac():.0%}",
-        "written": f"{outcome.written_bytes / 1e6:,.1f} MB",
-        "bad": str(len(outcome.quarantined)),
-    }

@@ -1,0 +1,85 @@
+"""Which of the workers of a run this process is: told by our launcher, by torchrun or by Slurm."""
+
+import ctypes
+import os
+import platform
+import signal
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+from dflash_offline.common.errors import BadInput
+
+# Set for the processes that this program's own launcher starts: its process number.
+LAUNCHER = "DFLASH_LAUNCHER_PID"
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """This process among the workers of a run.
+
+    Attributes:
+        launched: by `dflash-extract` itself, which then tells the user about workers that die.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    launched: bool = False
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process plans, owns the store and talks to the user."""
+        return self.rank == 0
+
+    def describe(self, device: str) -> str:
+        """Return the worker's name for messages."""
+        return (
+            f"worker {self.rank} (rank {self.rank} of {self.size} on {platform.node()}, {device})"
+        )
+
+
+def place_in(environment: MutableMapping[str, str]) -> Place | None:
+    """Return the place that a launcher gave this process, `None` where none started it.
+
+    Slurm's variables are completed by those that torch.distributed reads.
+
+    Raises:
+        BadInput: Slurm started several processes and nothing says where they meet.
+    """
+    if "RANK" not in environment and int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        _complete_slurm(environment)
+    if "RANK" not in environment or "WORLD_SIZE" not in environment:
+        return None
+    return Place(
+        rank=int(environment["RANK"]),
+        size=int(environment["WORLD_SIZE"]),
+        local_rank=int(environment.get("LOCAL_RANK", "0")),
+        launched=LAUNCHER in environment,
+    )
+
+
+def _complete_slurm(environment: MutableMapping[str, str]) -> None:
+    if "MASTER_ADDR" not in environment:
+        raise BadInput(
+            "MASTER_ADDR is not set, so the processes that srun started cannot find each other; "
+            'export MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"'
+        )
+    environment["RANK"] = environment["SLURM_PROCID"]
+    environment["WORLD_SIZE"] = environment["SLURM_STEP_NUM_TASKS"]
+    environment["LOCAL_RANK"] = environment["SLURM_LOCALID"]
+    # The same for all processes of a step, and seldom for two jobs on a node.
+    environment.setdefault("MASTER_PORT", str(20000 + int(environment["SLURM_JOB_ID"]) % 20000))
+
+
+def die_with_parent(environment: Mapping[str, str]) -> None:
+    """Let the kernel end this process when the launcher that started it is gone."""
+    parent = os.getppid()
+    if LAUNCHER in environment:
+        parent = int(environment[LAUNCHER])
+    elif "TORCHELASTIC_RUN_ID" not in environment:
+        # Whoever else sets RANK may end before its children.
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
