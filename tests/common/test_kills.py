@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
@@ -23,6 +24,7 @@ from dflash_offline.common.errors import MissingStore
 from dflash_offline.common.lease import is_owner_key
 from dflash_offline.common.s3_blobs import CLIENTS
 
+LOST_WORKER = 3
 WRITER = Path(__file__).parent / "kill_writer.py"
 # On S3 a full pack is two parts of an upload.
 HIDDEN = {"local": 1024, "s3": 4096}
@@ -41,17 +43,19 @@ class Writers:
             text=True,
         )
 
-    def write(
-        self, url: str, options: tuple[str, ...], *, seed: int, kill_after: float | None = None
-    ) -> bool:
-        """Run a writer; returns whether it came to its end before it was killed."""
+    def write(self, url: str, options: tuple[str, ...], **order: Any) -> bool:
+        """Run one to its end, or till one of its workers is killed; returns whether it ended.
+
+        Args:
+            order: `seed`, and if they are not to be the least: `workers`, `kill_after` in seconds.
+        """
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        order = {"url": url, "options": options, "seed": seed, "kill_after": kill_after}
+        order = {"workers": 1, "kill_after": None, **order, "url": url, "options": options}
         self.process.stdin.write(json.dumps(order) + "\n")
         self.process.stdin.flush()
         code = int(self.process.stdout.readline())
-        assert code in (0, -signal.SIGKILL), "the writer failed; it says why above"
+        assert code in (0, LOST_WORKER, -signal.SIGKILL), "the writer failed; it says why above"
         return code == 0
 
 
@@ -92,21 +96,26 @@ def test_killed_writer_goes_on(storage, request, tmp_path, corpus_maker, writers
         root = request.getfixturevalue("s3_url")
     corpus = corpus_maker(lengths=LENGTHS, pack_tokens=512, hidden=HIDDEN[storage])
 
-    clean = f"{root}/clean"
     writers.write(f"{root}/first", options, seed=0)  # the first one waits for the imports
     begin = time.monotonic()
-    writers.write(clean, options, seed=0)
+    writers.write(f"{root}/clean", options, seed=0)
     undisturbed_s = time.monotonic() - begin
-    expected = content_of(clean, options)
+    expected = content_of(f"{root}/clean", options)
 
     rng, done, rounds, left = random.Random(kills), 0, 0, []
     while done < kills:
         url, rounds, finished = f"{root}/round-{rounds}", rounds + 1, False
-        num_packs = 0
+        num_packs, workers = 0, 1
         while not finished and done < kills:
-            wait = rng.uniform(0, 0.7 * undisturbed_s)
+            workers = rng.choice([n for n in (1, 2, 3) if n != workers])
             given = (*options, f"client={rng.choice(CLIENTS)}") if options else ()
-            finished = writers.write(url, given, seed=rng.randrange(1000), kill_after=wait)
+            finished = writers.write(
+                url,
+                given,
+                workers=workers,
+                seed=rng.randrange(1000),
+                kill_after=rng.uniform(0, 0.7 * undisturbed_s),
+            )
             done += not finished
             found = check_committed(url, options, corpus)
             assert found >= num_packs, "a committed pack was lost"
@@ -115,6 +124,7 @@ def test_killed_writer_goes_on(storage, request, tmp_path, corpus_maker, writers
         writers.write(url, options, seed=1)
         assert check_committed(url, options, corpus) == corpus.plan.num_packs
         assert content_of(url, options) == expected
+    some = {n: left.count(n) for n in sorted(set(left))}
     click.echo(
-        f"{done} kills in {rounds} stores, {undisturbed_s:.2f} s each, packs after each: {left}"
+        f"{done} kills in {rounds} stores of {undisturbed_s:.2f} s; packs after each: {some}"
     )
