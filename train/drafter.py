@@ -211,9 +211,23 @@ class Drafter(nn.Module):
         self.hidden_norm = Norm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
+        self._copies = Copies(self._projections())
+
+    def _projections(self) -> list[Linear]:
+        """All projections, those that make the context's keys and values first."""
         context = self._context_projections()
-        others = [each for each in self.modules() if isinstance(each, Linear)]
-        self._copies = Copies(context + [each for each in others if each not in context])
+        return context + [p for p in self.modules() if isinstance(p, Linear) and p not in context]
+
+    def use_fp8(self) -> None:
+        """Have passes inside `cast_once` multiply in FP8, but for keys and values.
+
+        Call it where the parameters are on their device.
+
+        Raises:
+            ValueError: a width is not a multiple of 16.
+        """
+        projections = self._projections()
+        self._copies = Copies(projections, projections[len(self._context_projections()) :])
 
     def cast_once(self, dtype: torch.dtype) -> AbstractContextManager[None]:
         """Inside, passes in `dtype` read weights that were cast on entry; see `projections`."""

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dflash_offline.kernels.linear_fp8 import Fp8Weight, product, quantize_rows
+
 
 class Linear(nn.Module):
     """Bias-free projection; the weight is cast to the input's dtype."""
@@ -22,7 +24,9 @@ class Linear(nn.Module):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
-        self.copy: Tensor | None = None  # of the weight, while `Copies` are in use
+        # Of the weight, while `Copies` are in use.
+        self.copy: Tensor | None = None
+        self.fp8: Fp8Weight | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Project the last dimension."""
@@ -39,14 +43,18 @@ def project(x: Tensor, *projections: Linear) -> tuple[Tensor, ...]:
     Returns:
         [N, O] each.
     """
+    weights = [each.weight for each in projections]
     copies = [each.copy for each in projections if each.copy is not None]
     if len(copies) < len(projections):
-        return tuple(F.linear(x, each.weight.to(x.dtype)) for each in projections)
-    return _Projections.apply(x, copies, *(each.weight for each in projections))
+        return tuple(F.linear(x, weight.to(x.dtype)) for weight in weights)
+    return _Projections.apply(x, copies, [each.fp8 for each in projections], *weights)
 
 
 def project_wide(x: Tensor, projections: Sequence[Linear]) -> tuple[Tensor, ...]:
-    """Return what `project` does, made by one product; the results are columns of one tensor."""
+    """Return what `project` does, made by one product; the results are columns of one tensor.
+
+    Never in FP8: one product for all is as fast as several in FP8 and their sums.
+    """
     copies = [each.copy for each in projections if each.copy is not None]
     sizes = [each.weight.shape[0] for each in projections]
     if len(copies) < len(projections):
@@ -60,21 +68,27 @@ class _Projections(torch.autograd.Function):
     """Keeps x; copies and masters stay where they are until the step is over."""
 
     @staticmethod
-    def forward(ctx, x, copies, *masters):
+    def forward(ctx, x, copies, fp8, *masters):
         ctx.save_for_backward(x)
-        ctx.copies, ctx.masters = copies, masters
-        return tuple(F.linear(x, copy) for copy in copies)
+        ctx.copies, ctx.fp8, ctx.masters = copies, fp8, masters
+        rows = quantize_rows(x) if any(fp8) else None
+        return tuple(
+            F.linear(x, copy)
+            if rows is None or weight is None
+            else product(rows, weight.by_output, weight.output_scale, x.dtype)
+            for copy, weight in zip(copies, fp8, strict=True)
+        )
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *grads):
         (x,) = ctx.saved_tensors
         dx = None
-        for grad, copy, master in zip(grads, ctx.copies, ctx.masters, strict=True):
+        for grad, copy, fp8, master in zip(grads, ctx.copies, ctx.fp8, ctx.masters, strict=True):
             if ctx.needs_input_grad[0]:
-                dx = grad @ copy if dx is None else dx.addmm_(grad, copy)
+                dx = _add_input_grad(dx, grad, copy, fp8)
             _add_product(master.grad, grad.t(), x)
-        return dx, None, *(None for _ in ctx.masters)
+        return dx, None, None, *(None for _ in ctx.masters)
 
 
 class _WideProjection(torch.autograd.Function):
@@ -95,6 +109,14 @@ class _WideProjection(torch.autograd.Function):
             _add_product(master.grad, part.t(), x)
         dx = grad @ ctx.wide if ctx.needs_input_grad[0] else None
         return dx, None, *(None for _ in ctx.masters)
+
+
+def _add_input_grad(dx: Tensor | None, grad: Tensor, copy: Tensor, fp8: Fp8Weight | None) -> Tensor:
+    """Return dx + grad @ W, in place where there is a dx."""
+    if fp8 is None:
+        return grad @ copy if dx is None else dx.addmm_(grad, copy)
+    added = product(quantize_rows(grad), fp8.by_input, fp8.input_scale, grad.dtype)
+    return added if dx is None else dx.add_(added)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -120,10 +142,12 @@ class Copies:
 
     Args:
         projections: in the order in which the copies lie in memory.
+        fp8: those of them that also have a copy in FP8, for two of their three products.
     """
 
-    def __init__(self, projections: Sequence[Linear]) -> None:
+    def __init__(self, projections: Sequence[Linear], fp8: Sequence[Linear] = ()) -> None:
         self._projections = list(projections)
+        self._fp8 = [(each, Fp8Weight.empty_like(each.weight)) for each in fp8]
         self._flat: Tensor | None = None
         self._copies: list[Tensor] = []
 
@@ -144,10 +168,13 @@ class Copies:
         try:
             for each, copy in zip(self._projections, self._copies, strict=True):
                 each.copy = copy
+            for each, fp8 in self._fp8:
+                fp8.fill(each.copy)
+                each.fp8 = fp8
             yield
         finally:
             for each in self._projections:
-                each.copy = None
+                each.copy = each.fp8 = None
 
     def _allocate(self, dtype: torch.dtype, weights: Sequence[Tensor]) -> None:
         device = weights[0].device

@@ -11,6 +11,7 @@ import torch
 
 from dflash_offline.common.cache import Cache
 from dflash_offline.kernels.linear_ce import LinearCE, linear_ce
+from dflash_offline.kernels.linear_ce_fp8 import Fp8Head, linear_ce_fp8, quantize_head
 
 # About so many bytes of logits exist at a time.
 _CHUNK_BYTES = 512 << 20
@@ -25,6 +26,7 @@ class TargetHead:
     logit_scale: float = 1.0
     softcap: float | None = None
     embedding_scale: float = 1.0
+    fp8: Fp8Head | None = None  # the same weight, for the cross-entropy
 
     @property
     def chunk_rows(self) -> int:
@@ -38,6 +40,14 @@ class TargetHead:
         tied = self.weight is self.embed
         return replace(self, embed=embed, weight=embed if tied else self.weight.to(device, dtype))
 
+    def with_fp8(self) -> "TargetHead":
+        """Return the same head with a copy in FP8 that the cross-entropy is computed with.
+
+        Raises:
+            ValueError: its width is not a multiple of 16.
+        """
+        return replace(self, fp8=quantize_head(self.weight))
+
     def embeddings(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return scaled embeddings [R, H] of token ids [R]."""
         rows = self.embed[tokens]
@@ -45,6 +55,15 @@ class TargetHead:
 
     def cross_entropy(self, states: torch.Tensor, labels: torch.Tensor) -> LinearCE:
         """Return `linear_ce` of states [R, H] against labels [R], logits chunk by chunk."""
+        if self.fp8 is not None:
+            return linear_ce_fp8(
+                states,
+                self.fp8,
+                labels,
+                logit_scale=self.logit_scale,
+                softcap=self.softcap,
+                chunk_rows=self.chunk_rows,
+            )
         return linear_ce(
             states,
             self.weight,

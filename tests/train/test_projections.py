@@ -38,6 +38,35 @@ def test_gradients_reach_the_masters_unrounded(projections, form):
     assert (x.grad.double() - dx).norm() < 1e-2 * dx.norm()
 
 
+def test_fp8_rounds_two_products_and_not_the_weights_gradient():
+    torch.manual_seed(1)
+    projections = [Linear(32, 48), Linear(32, 16)]
+    for each in projections:
+        torch.nn.init.normal_(each.weight)
+        each.weight.grad = torch.zeros_like(each.weight)
+    x = torch.randn(64, 32, dtype=torch.bfloat16, requires_grad=True)
+    found = {}
+    for name, fp8 in (("bf16", ()), ("fp8", projections[:1])):
+        x.grad = None
+        with Copies(projections, fp8).in_use(torch.bfloat16):
+            out = project(x, *projections)
+            torch.autograd.backward(out, [torch.ones_like(each) for each in out])
+        found[name] = (out[0].double(), out[1].double(), x.grad.double())
+    for plain, rounded, limits in zip(
+        found["bf16"], found["fp8"], ((0.01, 0.06), (0, 0), (1e-3, 0.06)), strict=True
+    ):
+        error = ((plain - rounded).norm() / plain.norm()).item()
+        assert limits[0] <= error <= limits[1]
+    # Twice the same gradient: it is made from x and dy as they are.
+    expected = 2 * torch.ones(48, 64, dtype=torch.float64) @ x.detach().double()
+    torch.testing.assert_close(projections[0].weight.grad.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_fp8_needs_widths_of_16():
+    with pytest.raises(ValueError, match="multiples of 16"):
+        Copies([], [Linear(8, 16)])
+
+
 def test_outside_and_where_masters_need_no_cast_weights_are_read(projections):
     x = torch.randn(5, 8)
     copies = Copies(projections)
