@@ -7,7 +7,7 @@ Letters: T tokens, K captured layers, H hidden, V vocabulary, N decoder layers.
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,7 @@ from transformers import (
 from dflash_offline.common.checkpoint_files import Checkpoint, find_checkpoint, sampled_digest
 from dflash_offline.common.errors import BadInput
 from dflash_offline.common.gguf_header import gguf_header_parsed_once
-from dflash_offline.common.weights import load_causal
+from dflash_offline.common.weights import gathered, load_causal, own_part
 
 _NORM_NAMES = ("norm", "final_layernorm", "final_norm", "ln_f", "norm_f")
 _LAYERS_NAMES = ("layers", "h", "blocks")
@@ -79,6 +79,7 @@ class Target:
         logit_softcap: `c` of `c * tanh(logits / c)`, or None.
         logit_scale: factor on `head(final)`, before the soft-cap.
         embedding_scale: factor on embedding rows before the first layer.
+        whole: embedding and head [V, H] on the CPU, of a target that several processes share.
     """
 
     checkpoint: Checkpoint
@@ -95,6 +96,7 @@ class Target:
     logit_scale: float
     embedding_scale: float
     tied: bool
+    whole: Mapping[str, torch.Tensor] = field(default_factory=dict)
     _memo: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -119,11 +121,13 @@ class Target:
 
     def head_weight(self) -> torch.Tensor:
         """Return the head's weight [V, H]; the embedding itself when they are tied."""
-        return self.embed_tokens.weight if self.tied else self.lm_head.weight
+        if self.tied:
+            return self.embed_weight()
+        return self.whole.get("head", self.lm_head.weight)
 
     def embed_weight(self) -> torch.Tensor:
         """Return the embedding table [V, H], without `embedding_scale`."""
-        return self.embed_tokens.weight
+        return self.whole.get("embed", self.embed_tokens.weight)
 
     def head_logits(self, final: torch.Tensor) -> torch.Tensor:
         """Return logits [rows, V] in fp32 of final states [rows, H], scale and soft-cap applied."""
@@ -139,6 +143,8 @@ class Target:
 
         An untied head that waits in host memory comes to the device for this call.
         """
+        if self.whole:  # the head's parts are where they belong
+            return self.causal(input_ids=input_ids.to(self.device), use_cache=False).logits
         head = self.lm_head
         waits_at = next(head.parameters()).device
         head.to(self.device)
@@ -169,6 +175,7 @@ def load_target(
     head: bool,
     trust_remote_code: bool = False,
     attention: str | None = None,
+    tensor_parallel: int = 1,
 ) -> Target:
     """Load a target in evaluation mode, without gradients.
 
@@ -181,12 +188,18 @@ def load_target(
             is, and an untied head stays in host memory.
         trust_remote_code: whether code shipped with the checkpoint may run.
         attention: transformers' `attn_implementation`; its own choice when None.
+        tensor_parallel: processes that share the target, all those of torch.distributed's default
+            group; each of them loads its part, then all take part in every forward.
 
     Raises:
         BadInput: no checkpoint there, or one that cannot serve as a target.
     """
     checkpoint = find_checkpoint(target, revision, trust_remote_code=trust_remote_code)
     extra: dict[str, Any] = {"attn_implementation": attention} if attention else {}
+    if tensor_parallel > 1:
+        from transformers.distributed import DistributedConfig
+
+        extra["distributed_config"] = DistributedConfig(tp_plan="auto", tp_size=tensor_parallel)
     with _refusing(checkpoint, "weights"):
         causal = load_causal(checkpoint, _full_config(checkpoint), dtype=dtype, **extra)
     causal.eval().requires_grad_(False)
@@ -215,10 +228,13 @@ def _describe(
             "use a target without"
         )
     embed_tokens = base.get_input_embeddings()
-    tied = lm_head.weight.data_ptr() == embed_tokens.weight.data_ptr()
-    base.to(device)
-    if head or tied:
-        lm_head.to(device)
+    tied = own_part(lm_head.weight).data_ptr() == own_part(embed_tokens.weight).data_ptr()
+    whole = gathered({"embed": embed_tokens.weight} | ({} if tied else {"head": lm_head.weight}))
+    # The parts of a shared target are on their devices already, the head's among them.
+    if not whole:
+        base.to(device)
+        if head or tied:
+            lm_head.to(device)
     return Target(
         checkpoint=checkpoint,
         base=base,
@@ -234,6 +250,7 @@ def _describe(
         logit_scale=_logit_scale(config),
         embedding_scale=_embedding_scale(embed_tokens, config),
         tied=tied,
+        whole=whole,
     )
 
 
@@ -247,15 +264,28 @@ class Capture:
     ```
     """
 
-    def __init__(self, target: Target, layers: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        target: Target,
+        layers: tuple[int, ...],
+        *,
+        keep: Callable[[int, torch.Tensor], torch.Tensor] = lambda _at, state: state,
+    ) -> None:
+        """Prepare hooks.
+
+        Args:
+            keep: what is kept of a state, given its place in `layers`; called as soon as the layer
+                is done, so that the state itself need not outlive it.
+        """
         self.layers = layers
+        self._keep = keep
         self._modules = [target.layers[i] for i in layers]
         self._states: dict[int, torch.Tensor] = {}
         self._handles: list[Any] = []
 
     def __enter__(self) -> "Capture":
-        for layer, module in zip(self.layers, self._modules, strict=True):
-            self._handles.append(module.register_forward_hook(self._hook(layer)))
+        for at, module in enumerate(self._modules):
+            self._handles.append(module.register_forward_hook(self._hook(at)))
         return self
 
     def __exit__(self, *_exception: object) -> None:
@@ -264,14 +294,15 @@ class Capture:
         self._handles.clear()
         self._states.clear()
 
-    def _hook(self, layer: int):
+    def _hook(self, at: int):
         def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            self._states[layer] = output[0] if isinstance(output, tuple) else output
+            state = output[0] if isinstance(output, tuple) else output
+            self._states[self.layers[at]] = self._keep(at, state)
 
         return keep
 
     def take(self) -> list[torch.Tensor]:
-        """Hand over and forget the K states [batch, T, H] of the last forward, in layer order."""
+        """Hand over and forget what was kept of the K states of the last forward, in order."""
         missing = [layer for layer in self.layers if layer not in self._states]
         assert not missing, f"no forward ran through layers {missing} since the last take"
         states = [self._states[layer] for layer in self.layers]

@@ -2,11 +2,12 @@
 
 import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -54,6 +55,22 @@ def _load_gguf(
     return model_class.from_pretrained(
         None, config=config, state_dict=tensors, dtype=dtype, **extra
     )
+
+
+def own_part(weight: torch.Tensor) -> torch.Tensor:
+    """Return what this process holds of a weight that several may share."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def gathered(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return whole weights on the CPU, none where none is a part; every process must call it."""
+    if not any(isinstance(weight, DTensor) for weight in weights.values()):
+        return {}
+    whole = {}
+    for name, weight in weights.items():
+        full = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        whole[name] = full.detach().to("cpu")
+    return whole
 
 
 @contextmanager

@@ -1,0 +1,150 @@
+"""One target over the devices of several processes: the first leads, the others do as it does.
+
+transformers shards the layers' weights, so each process of a group must take part in each forward.
+The leader is a worker like any other. Before its target runs it sends the token ids, and the
+others run the same forward and drop the result.
+"""
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedConfig
+
+from dflash_offline.common.errors import BadInput, Stopped
+from dflash_offline.common.target import Target
+from dflash_offline.extract.place import Place
+
+_BASE, _CAUSAL, _END = range(3)
+# A leader may wait for a disk; a process that is gone is noticed by other means.
+_PATIENCE = timedelta(days=30)
+
+
+def check_tensor_parallel(size: int, target: str, config: PreTrainedConfig) -> None:
+    """Refuse a `--tp` that the target or the installation cannot have.
+
+    Raises:
+        BadInput: a GGUF file, heads that cannot be dealt out evenly, or accelerate is missing.
+    """
+    if size == 1:
+        return
+    if target.endswith(".gguf"):
+        raise BadInput(f"--tp {size} needs a Hugging Face checkpoint; --target {target} is GGUF")
+    heads = (config.num_attention_heads, config.num_key_value_heads)
+    if any(count % size for count in heads):
+        allowed = [n for n in range(1, heads[1] + 1) if not any(count % n for count in heads)]
+        raise BadInput(
+            f"--tp {size} does not divide the target's {heads[0]} attention and {heads[1]} "
+            f"key-value heads; allowed are {', '.join(map(str, allowed))}"
+        )
+    if importlib.util.find_spec("accelerate") is None:
+        raise BadInput(
+            f"--tp {size} needs accelerate, which transformers places shards with; "
+            "pip install 'dflash-offline[tp]'"
+        )
+
+
+def check_group_size(size: int, num_processes: int) -> None:
+    """Refuse a `--tp` that leaves processes over.
+
+    Raises:
+        BadInput: the number of processes is not a multiple.
+    """
+    if num_processes % size:
+        raise BadInput(
+            f"--tp {size} cannot be had with {num_processes} worker process(es); give --gpus, or "
+            f"start, a multiple of {size}"
+        )
+
+
+class TensorGroup:
+    """The processes that share one target; `size` 1 is a process by itself.
+
+    Args:
+        place: this process among all of the run; neighbours form groups.
+        size: processes of a group.
+        store: where all of them meet, a torch.distributed store.
+        device: of this process.
+    """
+
+    def __init__(
+        self, place: Place, size: int, *, store: dist.Store | None, device: torch.device
+    ) -> None:
+        self.size = size
+        self.is_leader = place.rank % size == 0
+        self._device = device
+        self._is_in_causal = False
+        if size > 1:
+            number = place.rank // size
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                store=dist.PrefixStore(f"target/{number}", store),
+                rank=place.rank % size,
+                world_size=size,
+                timeout=_PATIENCE,
+            )
+
+    @contextmanager
+    def leading(self, target: Target) -> Iterator[None]:
+        """Let the others take part in every forward of the target, until the end of the block."""
+        if self.size == 1:
+            yield
+            return
+        handles = [
+            target.base.register_forward_pre_hook(self._before_base, with_kwargs=True),
+            target.causal.register_forward_pre_hook(self._before_causal, with_kwargs=True),
+            target.causal.register_forward_hook(self._after_causal, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            dist.broadcast(torch.tensor([_END, 0, 0]), 0)
+
+    @torch.inference_mode()
+    def follow(self, target: Target) -> None:
+        """Take part in the leader's forwards until it ends.
+
+        Raises:
+            Stopped: this process' device does not hold a forward; the leader's cannot be split,
+                since the processes would no longer do the same.
+        """
+        call = torch.empty(3, dtype=torch.int64)
+        while True:
+            dist.broadcast(call, 0)
+            kind, batch, tokens = call.tolist()
+            if kind == _END:
+                return
+            ids = torch.empty(batch, tokens, dtype=torch.int64, device=self._device)
+            dist.broadcast(ids, 0)
+            module = target.base if kind == _BASE else target.causal
+            try:
+                module(input_ids=ids, use_cache=False)
+            except torch.OutOfMemoryError as problem:
+                raise Stopped(
+                    f"the memory of {self._device} does not hold its part of a forward of "
+                    f"{batch} x {tokens} tokens ({str(problem).splitlines()[0]}); what is "
+                    "committed is safe, go on where more memory is free or with a larger --tp"
+                ) from problem
+
+    def _send(self, kind: int, ids: torch.Tensor) -> None:
+        dist.broadcast(torch.tensor([kind, *ids.shape]), 0)
+        dist.broadcast(ids.contiguous(), 0)
+
+    def _before_base(self, _module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+        # The causal model calls it in turn; its own call has been sent.
+        if not self._is_in_causal:
+            self._send(_BASE, kwargs["input_ids"])
+
+    def _before_causal(self, _module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+        self._send(_CAUSAL, kwargs["input_ids"])
+        self._is_in_causal = True
+
+    def _after_causal(self, *_given: Any) -> None:
+        self._is_in_causal = False
