@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from dflash_offline.kernels.block_attention import BlockTables, build_tables
+from dflash_offline.train.noise import row_keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,7 @@ class AnchoredDocument:
     tokens: np.ndarray  # int32 [T]
     supervised: np.ndarray  # bool [T]
     anchors: np.ndarray  # int64 [A], ascending
+    noise_key: int = 0  # see `noise`
 
     @property
     def num_context(self) -> int:
@@ -62,6 +64,7 @@ class PassTables:
     attention: BlockTables
     context_lengths: tuple[int, ...]  # leading tokens of each document that make up the context
     positions_ctx: torch.Tensor  # int64 [T], inside the document
+    noise_keys: torch.Tensor  # int32 [T], what the noise of a token's states depends on
     positions_block: torch.Tensor  # int64 [N], anchor + slot
     block_tokens: torch.Tensor  # int64 [N], the anchor's token, then the mask token
     labels: torch.Tensor  # int64 [N], -1 where nothing is supervised
@@ -181,6 +184,12 @@ def build_pass(
         ),
         context_lengths=tuple(lengths),
         positions_ctx=torch.from_numpy(_joined([np.arange(n) for n in lengths])),
+        noise_keys=torch.from_numpy(
+            np.concatenate(
+                [np.empty(0, np.int32)]
+                + [row_keys(document.noise_key, document.num_context) for document in documents]
+            )
+        ),
         positions_block=torch.from_numpy(positions_AB.reshape(-1)),
         block_tokens=torch.from_numpy(tokens_AB.reshape(-1)),
         labels=torch.from_numpy(labels_AB.reshape(-1)),

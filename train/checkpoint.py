@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from dflash_offline.common.errors import BadInput
 from dflash_offline.common.identity import Scalar
@@ -40,6 +40,7 @@ class RunState:
     elapsed_s: float = 0.0
     skipped_steps: int = 0  # not finite, or without a single anchor
     skipped_samples: int = 0  # without a possible anchor
+    damaged_samples: int = 0  # of packs that could not be read
     is_finished: bool = False
     # Options and stores that decide what is learned, compared when the run goes on.
     learned: dict[str, Any] = field(default_factory=dict)
@@ -59,24 +60,35 @@ def save_checkpoint(
     dtype: torch.dtype,
     target: Mapping[str, Scalar],
     keep: int,
+    is_first: bool = True,
 ) -> None:
     """Write a checkpoint, or nothing: a temporary folder is renamed when all is on disk.
+
+    All processes of a job take part, because each holds a part; the first one writes.
 
     Args:
         folder: `<out>/checkpoints/step-<n>`.
         state: what `load_state` returns later.
-        drafter: exported in `dtype`; the masters go with the optimiser.
-        optimizer: its tensors are written as they are.
+        drafter: exported in `dtype`, with the running averages where there are any.
+        optimizer: its tensors are written as they are, the masters among them.
         dtype: of the exported drafter.
         target: which target the stores are of; goes wherever the drafter goes.
         keep: older checkpoints than the newest so many are deleted.
+        is_first: whether this process writes.
     """
     staging = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(staging, ignore_errors=True)
-    save_drafter(drafter, staging, dtype)
+    tensors = optimizer.tensors()
+    if is_first:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, staging / _OPTIMIZER)
+    with optimizer.averaged():
+        if is_first:
+            save_drafter(drafter, staging, dtype)
+    if not is_first:
+        return
     save_identity(staging, target)
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in optimizer.tensors().items()}
-    save_file(tensors, staging / _OPTIMIZER)
     record = asdict(state) | {"format": FORMAT}
     (staging / _STATE).write_text(json.dumps(record, indent=2) + "\n")
     _replace_folder(staging, folder)
@@ -123,16 +135,18 @@ def load_state(checkpoint: Path) -> RunState:
 
 
 def load_optimizer(checkpoint: Path, optimizer: Optimizer) -> None:
-    """Restore masters and moments; the module's parameters change with them.
+    """Restore masters and state; the module's parameters change with them.
+
+    Each process reads what it owns, whatever the number of processes that wrote the file.
 
     Raises:
         BadInput: the file is damaged or belongs to another drafter.
     """
     path = checkpoint / _OPTIMIZER
     try:
-        tensors = load_file(path)
-        optimizer.load(tensors)
-    except (OSError, SafetensorError, KeyError, RuntimeError) as problem:
+        with safe_open(path, framework="pt") as file:
+            optimizer.load(file.get_tensor)
+    except (OSError, SafetensorError, RuntimeError) as problem:
         raise BadInput(
             f"checkpoint {checkpoint}: {_OPTIMIZER} does not fit this drafter ({problem}); delete "
             "it to go on from an older one"

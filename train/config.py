@@ -32,6 +32,11 @@ class TrainConfig:
     )
     resume: bool = option(False, help="Go on from the newest checkpoint in --out, if there is one.")
     partial: bool = option(False, help="Accept a store whose extraction has not finished.")
+    damaged: str = option(
+        "stop",
+        help="What to do about a pack that is not what was written: stop, or skip and count it.",
+        type=click.Choice(["stop", "skip"]),
+    )
     storage_option: tuple[str, ...] = option(
         help="Option of the stores' file system as KEY=VALUE, such as endpoint_url=http://host:9000.",
         multiple=True,
@@ -107,6 +112,11 @@ class TrainConfig:
         help="What slots learn: the data's tokens, or the target's best ones (--teacher final).",
         type=click.Choice(["data", "teacher"]),
     )
+    noise: float = option(
+        0.0,
+        help="Largest size of the uniform noise added to the target's states, in their own unit.",
+        type=click.FloatRange(min=0),
+    )
     samples_per_step: int = option(
         32, help="Samples of an optimiser step, over all processes.", type=_POSITIVE
     )
@@ -130,6 +140,16 @@ class TrainConfig:
         "steps",
         help="Whether the learning rate follows the steps, or the minutes of --max-minutes.",
         type=click.Choice(["steps", "minutes"]),
+    )
+    optimizer: str = option(
+        "adamw",
+        help="AdamW, or Muon for matrices and AdamW for the rest, at the same learning rate.",
+        type=click.Choice(["adamw", "muon"]),
+    )
+    ema: float | None = option(
+        None,
+        help="Decay a step of a running average of the weights, which is then what is exported.",
+        type=click.FloatRange(0, 1, min_open=True, max_open=True),
     )
     lr: float = option(
         6e-4,
@@ -165,6 +185,11 @@ class TrainConfig:
         "auto",
         help="Compute dtype; auto is bfloat16 on CUDA and float32 on a CPU. Masters are float32.",
         type=click.Choice(["auto", "bfloat16", "float32"]),
+    )
+    fp8: str = option(
+        "none",
+        help="Products in FP8, faster and less exact: the head's, or all but keys' and values'.",
+        type=click.Choice(["none", "head", "all"]),
     )
     export_dtype: str = option(
         "auto",

@@ -4,12 +4,15 @@ A job of one process needs no process group; every function is then the identity
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+# torch 2.13 renamed these two and warns of the old names, which earlier ones have alone.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # Gradients are reduced in buckets of about this many elements.
 _BUCKET_ELEMENTS = 16 << 20
 
@@ -61,6 +64,21 @@ def sum_over_ranks(tensors: Iterable[torch.Tensor]) -> None:
     _reduce(bucket)
 
 
+def sum_to_owners(flat: torch.Tensor, mine: torch.Tensor) -> None:
+    """Sum a tensor over the job; each process gets its part of the sum, `mine`, in place.
+
+    Args:
+        flat: one part for each process, in the order of ranks; undefined afterwards but for mine.
+        mine: view of this process's part.
+    """
+    _reduce_scatter(mine, flat)
+
+
+def gather_from_owners(flat: torch.Tensor, mine: torch.Tensor) -> None:
+    """Fill every process's part of `flat` with what that process has there; see `sum_to_owners`."""
+    _all_gather(flat, mine)
+
+
 def gather_objects(value: object, world: World) -> list[object]:
     """Return every process's small value, in the order of ranks."""
     if world.size == 1:
@@ -68,6 +86,15 @@ def gather_objects(value: object, world: World) -> list[object]:
     values: list[object] = [None] * world.size
     dist.all_gather_object(values, value)
     return values
+
+
+def sum_numbers(values: Sequence[float], world: World, device: torch.device) -> list[float]:
+    """Return the sums of every process's numbers; waits for the device."""
+    if world.size == 1:
+        return list(values)
+    shared = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(shared)
+    return shared.tolist()
 
 
 def largest(value: float, world: World, device: torch.device) -> float:

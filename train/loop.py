@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
-from dflash_offline.common.errors import BadInput, Stopped
-from dflash_offline.common.options import config_as_dict, print_config, save_config
+from dflash_offline.common.errors import BadInput, DamagedStore, Stopped
+from dflash_offline.common.options import config_as_dict
 from dflash_offline.common.progress import format_seconds
+from dflash_offline.train.announce import announce, peak_memory, say
 from dflash_offline.train.checkpoint import (
     CHECKPOINTS,
     FINAL,
@@ -31,16 +31,19 @@ from dflash_offline.train.distributed import (
     sum_over_ranks,
 )
 from dflash_offline.train.evaluate import CacheEvaluation, evaluate_cache, merge
+from dflash_offline.train.flops import datasheet_rate, pass_flops
 from dflash_offline.train.optimizer import Optimizer
 from dflash_offline.train.phase_clock import PhaseClock
 from dflash_offline.train.report import write_report
-from dflash_offline.train.run_log import RunLog, Window
+from dflash_offline.train.run_log import Counts, RunLog, Window, speeds
 from dflash_offline.train.schedule import lr_factor
 from dflash_offline.train.setup import Setup, prepare
 from dflash_offline.train.step import accumulate
 from dflash_offline.train.stream import StepBuilder, StepInput, Stream
 
 _BETAS = (0.9, 0.95)
+# Seconds after which a process that was told to stop has told the others.
+_CHECK_S = 0.5
 
 
 def train(config: TrainConfig) -> Path:
@@ -71,9 +74,14 @@ class Run:
         self._config = setup.config
         self._world = setup.world
         self._state = replace(setup.state, is_finished=False)
-        self._saved = setup.state
+        self._saved = setup.state.step, setup.state.is_finished
         self._optimizer = Optimizer(
-            setup.drafter, weight_decay=setup.config.weight_decay, betas=_BETAS
+            setup.drafter,
+            weight_decay=setup.config.weight_decay,
+            betas=_BETAS,
+            kind=setup.config.optimizer,
+            ema=setup.config.ema,
+            world=setup.world,
         )
         if setup.checkpoint is not None:
             load_optimizer(setup.checkpoint, self._optimizer)
@@ -81,12 +89,16 @@ class Run:
         self._window = Window()
         self._log: RunLog | None = None
         self._lr = 0.0
+        self._pending = (
+            Counts()
+        )  # of this process, since the state's counts were brought up to date
+        self._check_every = 1  # steps between looks at whether another process was told to stop
 
     def to_the_end(self, stop: threading.Event) -> Path:
         """Train until the steps or the minutes are over, or `stop` is set."""
         setup, config = self._setup, self._config
         if self._world.is_first:
-            self._announce()
+            announce(setup)
         setup.warm_up()
         builder = StepBuilder(setup.caches, setup.stream_options, setup.wanted)
         stream = Stream(
@@ -120,14 +132,29 @@ class Run:
         totals, norm, skipped = train_step(
             self._setup, self._optimizer, given, lr=self._lr, clock=self._clock
         )
-        self._window.add(
-            totals, norm, skipped, num_tokens=given.num_tokens, num_rows=given.num_rows
-        )
-        self._state = replace(
-            self._state,
-            step=self._state.step + 1,
-            stream=given.state,
-            skipped_samples=self._state.skipped_samples + given.num_skipped,
+        for line in given.damage:
+            say(f"left out: {line}")
+        counts = self._counts(given)
+        self._window.add(totals, norm, skipped, counts)
+        self._pending.add(counts)
+        self._state = replace(self._state, step=self._state.step + 1, stream=given.state)
+
+    def _counts(self, given: StepInput) -> Counts:
+        setup = self._setup
+        return Counts(
+            tokens=given.num_tokens,
+            rows=given.num_rows,
+            flops=sum(
+                pass_flops(
+                    setup.drafter.config,
+                    each.tables,
+                    with_teacher=setup.objective.terms.need_teacher,
+                )
+                for each in given.passes
+            ),
+            bytes_read=given.num_bytes,
+            skipped_samples=given.num_skipped,
+            damaged_samples=given.num_damaged,
         )
 
     def _progress(self) -> float:
@@ -155,8 +182,8 @@ class Run:
     def _must_stop(self, stop: threading.Event) -> bool:
         if self._world.size == 1:
             return stop.is_set()
-        # Asking the others waits for the device, so only once a record.
-        due = self._state.step % self._config.log_every == 0
+        # Asking the others waits for the device.
+        due = self._state.step % self._check_every == 0
         return due and largest(float(stop.is_set()), self._world, self._setup.device) > 0
 
     def _keep_books(self) -> None:
@@ -173,21 +200,44 @@ class Run:
         record, skipped = self._window.read()
         seconds = self._clock.take()
         elapsed = time.perf_counter() - self._window.began
-        self._state = replace(self._state, skipped_steps=self._state.skipped_steps + skipped)
+        counts = self._window.counts.over(self._world, self._setup.device)
+        self._fold(skipped)
+        # Twice a second or so, and the same number on every process.
+        slowest = largest(elapsed / self._window.num_steps, self._world, self._setup.device)
+        self._check_every = max(1, min(self._config.log_every, int(_CHECK_S / slowest)))
         if self._log is not None:
             record = {
                 "step": self._state.step,
                 "epoch": self._state.stream.epoch,
                 **record,
+                **speeds(
+                    counts,
+                    elapsed,
+                    datasheet=datasheet_rate(self._setup.device),
+                    world_size=self._world.size,
+                ),
                 "lr": self._lr,
                 "data_wait_frac": seconds["data"] / elapsed,
+                "memory_bytes": peak_memory(self._setup.device),
                 "seconds": seconds,
                 "elapsed_s": self._state.elapsed_s,
                 "skipped_steps": self._state.skipped_steps,
                 "skipped_samples": self._state.skipped_samples,
+                "damaged_samples": self._state.damaged_samples,
             }
             self._log.train(record, done=self._done())
         self._window = Window()
+
+    def _fold(self, skipped_steps: int = 0) -> None:
+        """Bring the state's counts up to date, the same on every process."""
+        counts = self._pending.over(self._world, self._setup.device)
+        self._pending = Counts()
+        self._state = replace(
+            self._state,
+            skipped_steps=self._state.skipped_steps + skipped_steps,
+            skipped_samples=self._state.skipped_samples + round(counts.skipped_samples),
+            damaged_samples=self._state.damaged_samples + round(counts.damaged_samples),
+        )
 
     def _done(self) -> float:
         """Return the work done in the unit of the progress line: steps, or seconds."""
@@ -195,7 +245,8 @@ class Run:
 
     def _evaluate(self) -> None:
         with self._clock.phase("eval"):
-            mine = evaluate(self._setup)
+            with self._optimizer.averaged():
+                mine = evaluate(self._setup)
             parts = [part for part in gather_objects(mine, self._world) if part is not None]
         if self._log is None or not parts:
             return
@@ -212,9 +263,11 @@ class Run:
         )
 
     def _save(self) -> Path:
-        """Write a checkpoint of the state after the last step; only the first process does."""
+        """Write a checkpoint of the state after the last step; all processes take part."""
         folder = self._config.out / CHECKPOINTS / checkpoint_name(self._state.step)
-        if self._world.is_first and self._saved != self._state:
+        here = self._state.step, self._state.is_finished
+        if self._saved != here:
+            self._fold()
             save_checkpoint(
                 folder,
                 self._state,
@@ -223,8 +276,9 @@ class Run:
                 dtype=self._setup.export_dtype,
                 target=self._setup.caches[0].identity.target,
                 keep=self._config.keep_checkpoints,
+                is_first=self._world.is_first,
             )
-            self._saved = self._state
+            self._saved = here
         return folder
 
     def _publish(self) -> Path:
@@ -235,37 +289,15 @@ class Run:
             return self._config.out / FINAL
         folder = publish(checkpoint, self._config.out)
         report = write_report(self._config.out)
-        skipped = f"{self._state.skipped_samples} samples, {self._state.skipped_steps} steps"
-        _say(
-            f"{self._state.step} steps in {format_seconds(self._state.elapsed_s)}"
-            f" (skipped: {skipped})",
+        state = self._state
+        damaged = f", {state.damaged_samples} damaged" if state.damaged_samples else ""
+        say(
+            f"{state.step} steps in {format_seconds(state.elapsed_s)} (skipped: "
+            f"{state.skipped_samples} samples{damaged}, {state.skipped_steps} steps)",
             f"drafter  {folder}",
             f"report   {report}",
         )
         return folder
-
-    def _announce(self) -> None:
-        """Save and print the resolved configuration, and what was chosen for the user."""
-        setup, config = self._setup, self._config
-        config.out.mkdir(parents=True, exist_ok=True)
-        (config.out / "config.yaml").write_text(save_config(config))
-        print_config(config, out=str(config.out), title="dflash-train")
-        drafter = setup.drafter.config
-        num_parameters = sum(each.numel() for each in setup.drafter.parameters())
-        samples = sum(len(indices) for indices in setup.wanted)
-        _say(
-            f"mask token {setup.mask_token.id}: {setup.mask_token.reason}",
-            f"drafter of {drafter.num_hidden_layers} layers, {num_parameters / 1e6:.1f} M "
-            f"parameters, reads layers {', '.join(map(str, drafter.target_layer_ids))}",
-            f"{samples:,} training samples, {setup.num_steps or 'unbounded'} steps, "
-            f"{setup.dtype} on {setup.device}, {self._world.size} process(es)",
-        )
-        if config.num_steps is not None and config.num_epochs is not None:
-            _say(
-                f"--num-steps {config.num_steps} counts, --num-epochs {config.num_epochs} does not"
-            )
-        if setup.checkpoint is not None:
-            _say(f"going on from {setup.checkpoint}")
 
     @contextmanager
     def _records(self) -> Iterator[None]:
@@ -305,7 +337,6 @@ def train_step(
     totals = accumulate(setup.drafter, setup.head, setup.objective, given.passes, clock)
     with clock.phase("optimizer"):
         sum_over_ranks([totals])
-        sum_over_ranks(optimizer.gradients)
         norm, skipped = optimizer.step(lr=lr, weight_sum=totals[1], clip=setup.config.clip)
     return torch.where(skipped > 0, torch.zeros_like(totals), totals), norm, skipped
 
@@ -328,17 +359,16 @@ def evaluate(setup: Setup) -> CacheEvaluation | None:
                 max_anchors=setup.config.eval_anchors,
                 dtype=setup.dtype,
             )
+        except DamagedStore as problem:
+            if setup.config.damaged == "stop":
+                raise
+            say(f"not evaluated: {cache.blobs.url}: {problem}")
+            continue
         except BadInput:
             # None of these few samples has an anchor; others may.
             continue
         parts.append(part)
     return merge(parts) if parts else None
-
-
-def _say(*lines: str) -> None:
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    for line in lines:
-        console.print(line, markup=False)
 
 
 @contextmanager

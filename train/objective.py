@@ -91,6 +91,7 @@ class Objective:
     alpha: float = DPACE_ALPHA
     terms: Terms = CROSS_ENTROPY
     teacher_labels: bool = False  # labels are the target's best tokens, not the data's
+    noise: float = 0.0  # largest size of the uniform noise on the context's states
 
     @property
     def needs_label(self) -> bool:
@@ -110,14 +111,15 @@ class Objective:
         return decay_weights(valid, self.gamma, nll.dtype)
 
 
-def objective_of(spec: LossSpec, *, labels: str, block_size: int) -> Objective:
-    """Return the objective that `--loss` and `--labels` ask for."""
+def objective_of(spec: LossSpec, *, labels: str, block_size: int, noise: float = 0.0) -> Objective:
+    """Return the objective that `--loss`, `--labels` and `--noise` ask for."""
     return Objective(
         loss=spec.weights,
         gamma=spec.gamma or decay_gamma(block_size),
         alpha=spec.alpha,
         terms=spec.terms,
         teacher_labels=labels == "teacher",
+        noise=noise,
     )
 
 

@@ -1,59 +1,112 @@
-"""AdamW on fp32 masters that normalises, clips and skips on the device, without a host wait."""
+"""The optimiser: masters, their state, and a step that never makes the host wait.
 
-from collections.abc import Mapping
+Gradients come in unnormalised; the step sums them over the job, divides, clips, and skips what is
+not finite, all on the device. Each process keeps the state of the parameters that it owns.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
-MASTER, FIRST, SECOND = "master", "exp_avg", "exp_avg_sq"
+from dflash_offline.train.distributed import World, sum_over_ranks
+from dflash_offline.train.flat import FlatParameters
+from dflash_offline.train.muon import muon_step
+
+ADAMW, MUON = "adamw", "muon"
+STEP, MASTER, FIRST, SECOND, MOMENTUM, EMA = (
+    "step",
+    "master",
+    "exp_avg",
+    "exp_avg_sq",
+    "momentum",
+    "ema",
+)
 
 
 class Optimizer:
-    """Fused AdamW over a module's named parameters, its state addressed by their names.
+    """Fused AdamW, or Muon for matrices and AdamW for the rest.
 
     Args:
-        module: its parameters are the masters; matrices decay, vectors do not.
+        module: its parameters are the masters; they move into a flat buffer. Matrices decay,
+            vectors do not.
         weight_decay: decoupled decay a step, in units of the learning rate.
-        betas: decay rates of the two moments.
+        betas: decay rates of AdamW's two moments.
+        kind: `adamw` or `muon`.
+        ema: decay of the running average of the masters, None for none.
+        world: this process's place; others own other parameters.
     """
 
     def __init__(
-        self, module: nn.Module, *, weight_decay: float, betas: tuple[float, float]
+        self,
+        module: nn.Module,
+        *,
+        weight_decay: float,
+        betas: tuple[float, float],
+        kind: str = ADAMW,
+        ema: float | None = None,
+        world: World | None = None,
     ) -> None:
+        self._world = world or World()
         self._named = dict(module.named_parameters())
-        for parameter in self._named.values():
-            parameter.grad = torch.zeros_like(parameter)
-        matrices = [each for each in self._named.values() if each.dim() > 1]
-        vectors = [each for each in self._named.values() if each.dim() <= 1]
-        self._adam = torch.optim.AdamW(
+        self._flat = FlatParameters(module, self._world)
+        self._weight_decay = weight_decay
+        self._ema_decay = ema
+        device = next(iter(self._named.values())).device
+        self._step = torch.zeros((), dtype=torch.float32, device=device)
+        own = self._flat.own
+        muon = {name for name in self._named if kind == MUON and self._named[name].dim() == 2}
+        self._kinds = {
+            name: [MASTER]
+            + ([MOMENTUM] if name in muon else [FIRST, SECOND])
+            + ([EMA] if ema is not None else [])
+            for name in self._named
+        }
+        self._state = {
+            name: {each: torch.zeros_like(own[name]) for each in self._kinds[name][1:]}
+            for name in own
+        }
+        if ema is not None:
+            for name, parameter in own.items():
+                self._state[name][EMA].copy_(parameter.detach())
+        self._matrices = [name for name in own if name in muon]
+        self._adam = self._make_adam([name for name in own if name not in muon], betas)
+
+    def _make_adam(self, names: list[str], betas: tuple[float, float]) -> torch.optim.AdamW | None:
+        if not names:
+            return None
+        parameters = [self._flat.own[name] for name in names]
+        adam = torch.optim.AdamW(
             [
-                {"params": matrices, "weight_decay": weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
+                {
+                    "params": [each for each in parameters if each.dim() > 1],
+                    "weight_decay": self._weight_decay,
+                },
+                {"params": [each for each in parameters if each.dim() <= 1], "weight_decay": 0.0},
             ],
             lr=0.0,
             betas=betas,
             fused=True,
         )
-        for parameter in self._named.values():
-            self._adam.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                FIRST: torch.zeros_like(parameter),
-                SECOND: torch.zeros_like(parameter),
+        for name in names:
+            adam.state[self._flat.own[name]] = {
+                # One for each, because the fused step raises every one of them.
+                "step": torch.zeros_like(self._step),
+                FIRST: self._state[name][FIRST],
+                SECOND: self._state[name][SECOND],
             }
-
-    @property
-    def gradients(self) -> list[torch.Tensor]:
-        """The accumulated gradients, in the module's order."""
-        return [each.grad for each in self._named.values() if each.grad is not None]
+        return adam
 
     def zero_grad(self) -> None:
         """Set all gradients to zero, in place."""
-        torch._foreach_zero_(self.gradients)
+        self._flat.gradients.zero_()
 
+    @torch.no_grad()
     def step(
         self, *, lr: float, weight_sum: torch.Tensor, clip: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Divide the gradients by `weight_sum`, clip their norm, and update unless non-finite.
+        """Sum the gradients over the job, divide by `weight_sum`, clip, update unless non-finite.
 
         Args:
             lr: learning rate of this step.
@@ -63,37 +116,106 @@ class Optimizer:
         Returns:
             The norm before clipping and 1.0 if the step was skipped, both [] on the device.
         """
-        gradients = self.gradients
-        total = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-        norm = total / weight_sum
+        self._flat.sum_gradients()
+        norm = self._norm() / weight_sum
         skipped = (~torch.isfinite(norm)).float()
         factor = torch.clamp(clip / norm, max=1.0) / weight_sum
-        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
-        for group in self._adam.param_groups:
-            group["lr"] = lr
-        # The hook through which GradScaler tells the fused kernel to leave everything as it is.
-        self._adam.found_inf = skipped  # type: ignore[attr-defined]
-        self._adam.step()
+        gradients = self._flat.own_gradients
+        gradients.mul_(factor.to(gradients.dtype))
+        if self._adam is not None:
+            for group in self._adam.param_groups:
+                group["lr"] = lr
+            # The hook through which GradScaler tells the fused kernel to leave all as it is.
+            self._adam.found_inf = skipped  # type: ignore[attr-defined]
+            self._adam.step()
+        for name in self._matrices:
+            matrix, gradient = self._own(name)
+            muon_step(
+                matrix,
+                gradient,
+                self._state[name][MOMENTUM],
+                lr=lr,
+                weight_decay=self._weight_decay,
+                skipped=skipped,
+            )
+        self._step += 1.0 - skipped
+        self._average(skipped)
+        self._flat.share_values()
         return norm, skipped
 
+    def _norm(self) -> torch.Tensor:
+        """Return the norm of the whole job's gradient, not divided."""
+        gradients = [gradient for _, gradient in map(self._own, self._flat.own)]
+        norms = torch._foreach_norm(gradients) if gradients else [torch.zeros_like(self._step)]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        if self._world.size == 1:
+            return norm
+        squares = norm.square().reshape(1)
+        sum_over_ranks([squares])
+        return squares.sqrt()[0]
+
+    def _average(self, skipped: torch.Tensor) -> None:
+        """Move the running averages; early steps weigh more, so that the start is forgotten."""
+        if self._ema_decay is None:
+            return
+        decay = torch.clamp((1.0 + self._step) / (10.0 + self._step), max=self._ema_decay)
+        weight = (1.0 - decay) * (1.0 - skipped)
+        for name, parameter in self._flat.own.items():
+            self._state[name][EMA].lerp_(parameter.detach(), weight.to(parameter.dtype))
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Put the running averages into the module for a while, if there are any; all processes."""
+        if self._ema_decay is None:
+            yield
+            return
+        masters = {name: each.detach().clone() for name, each in self._flat.own.items()}
+        self._set_own(lambda name: self._state[name][EMA])
+        try:
+            yield
+        finally:
+            self._set_own(masters.__getitem__)
+
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return masters and moments by `<kind>.<parameter name>`, and the step count."""
-        out = {"step": self._state(next(iter(self._named)))["step"]}
+        """Return masters and state by `<kind>.<parameter name>`, and the step count, on the CPU.
+
+        All processes take part; only the first gets any. Tensors may share the masters' memory.
+        """
+        out = {STEP: self._step.cpu()}
         for name, parameter in self._named.items():
-            out[f"{MASTER}.{name}"] = parameter.detach()
-            out[f"{FIRST}.{name}"] = self._state(name)[FIRST]
-            out[f"{SECOND}.{name}"] = self._state(name)[SECOND]
-        return out
+            for kind in self._kinds[name]:
+                if kind == MASTER:
+                    whole = parameter.detach()
+                else:
+                    mine = self._state[name][kind] if name in self._state else None
+                    whole = self._flat.from_owner(name, parameter.detach(), mine)
+                if self._world.is_first:
+                    out[f"{kind}.{name}"] = whole.cpu()
+        return out if self._world.is_first else {}
+
+    def load(self, read: Callable[[str], torch.Tensor]) -> None:
+        """Take what `tensors` returned, at whatever number of processes.
+
+        Args:
+            read: returns a tensor by its name; asked only for what this process owns.
+        """
+        with torch.no_grad():
+            self._step.copy_(read(STEP))
+            for name in self._flat.own:
+                for kind, tensor in self._state[name].items():
+                    tensor.copy_(read(f"{kind}.{name}"))
+        self._set_own(lambda name: read(f"{MASTER}.{name}"))
+        for state in self._adam.state.values() if self._adam is not None else ():
+            state["step"].copy_(self._step)
 
     @torch.no_grad()
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take masters, moments and step count from what `tensors` returned."""
-        for name, parameter in self._named.items():
-            parameter.copy_(tensors[f"{MASTER}.{name}"])
-            state = self._state(name)
-            state["step"].copy_(tensors["step"])
-            state[FIRST].copy_(tensors[f"{FIRST}.{name}"])
-            state[SECOND].copy_(tensors[f"{SECOND}.{name}"])
+    def _set_own(self, value: Callable[[str], torch.Tensor]) -> None:
+        for name, parameter in self._flat.own.items():
+            parameter.copy_(value(name))
+        self._flat.share_values()
 
-    def _state(self, name: str) -> dict[str, torch.Tensor]:
-        return self._adam.state[self._named[name]]
+    def _own(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a parameter of this process, and its gradient."""
+        parameter = self._flat.own[name]
+        assert parameter.grad is not None, f"{name} lost its gradient"
+        return parameter.detach(), parameter.grad

@@ -6,7 +6,9 @@ Letters: P predicting slots of a block.
 """
 
 import json
+import math
 import time
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,31 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from dflash_offline.common.progress import JsonLog, ProgressLine
+from dflash_offline.train.distributed import World, sum_numbers
 
 LOG_NAME, TENSORBOARD = "log.jsonl", "tensorboard"
-FIELDS = ("step", "loss", "acceptance", "tok/s", "data-wait")
+FIELDS = ("step", "loss", "acceptance", "tok/s", "rows/s", "MFU", "data-wait", "read", "memory")
+
+
+@dataclass
+class Counts:
+    """What this process worked through."""
+
+    tokens: int = 0  # of samples
+    rows: int = 0  # labelled
+    flops: float = 0.0  # useful ones, see `flops`
+    bytes_read: float = 0.0  # from the stores
+    skipped_samples: int = 0  # without a possible anchor
+    damaged_samples: int = 0  # that could not be read
+
+    def add(self, other: "Counts") -> None:
+        """Add another's numbers to these."""
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+
+    def over(self, world: World, device: torch.device) -> "Counts":
+        """Return the sum over the job; waits for the device."""
+        return Counts(*sum_numbers(astuple(self), world, device))
 
 
 class Window:
@@ -26,25 +50,19 @@ class Window:
         self._totals: torch.Tensor | None = None
         self._skipped: torch.Tensor | None = None
         self._norm: torch.Tensor | None = None
-        self.num_steps = self.num_tokens = self.num_rows = 0
+        self.counts = Counts()
+        self.num_steps = 0
         self.began = time.perf_counter()
 
     def add(
-        self,
-        totals: torch.Tensor,
-        norm: torch.Tensor,
-        skipped: torch.Tensor,
-        *,
-        num_tokens: int,
-        num_rows: int,
+        self, totals: torch.Tensor, norm: torch.Tensor, skipped: torch.Tensor, counts: Counts
     ) -> None:
         """Add one step: `totals` as `accumulate` returns them, summed over the job."""
         self._totals = totals if self._totals is None else self._totals + totals
         self._skipped = skipped if self._skipped is None else self._skipped + skipped
         self._norm = norm
         self.num_steps += 1
-        self.num_tokens += num_tokens
-        self.num_rows += num_rows
+        self.counts.add(counts)
 
     def read(self) -> tuple[dict[str, Any], int]:
         """Return a record's measured values and the number of skipped steps; waits once."""
@@ -54,16 +72,35 @@ class Window:
         values = torch.cat([self._totals, torch.stack([self._norm, self._skipped]).double()])
         loss, weight, blocks, *accepted, norm, skipped = values.tolist()
         by_position = [count / max(1.0, blocks) for count in accepted]
-        seconds = time.perf_counter() - self.began
         record = {
-            "loss": loss / weight if weight else float("nan"),
+            # None where every step was skipped, or the last one: JSON has no NaN.
+            "loss": loss / weight if weight else None,
             "acceptance": 1.0 + sum(by_position),
             "accepted_by_position": by_position,
-            "grad_norm": norm,
-            "tokens_per_s": self.num_tokens / seconds,
-            "rows_per_s": self.num_rows / seconds,
+            "grad_norm": norm if math.isfinite(norm) else None,
         }
         return record, round(skipped)
+
+
+def speeds(
+    counts: Counts, seconds: float, *, datasheet: float | None, world_size: int
+) -> dict[str, float]:
+    """Return a record's rates.
+
+    Args:
+        counts: of the whole job.
+        seconds: in which that was done.
+        datasheet: FLOP/s that one device can do at most; None leaves MFU out.
+        world_size: devices of the job.
+    """
+    rates = {
+        "tokens_per_s": counts.tokens / seconds,
+        "rows_per_s": counts.rows / seconds,
+        "read_bytes_per_s": counts.bytes_read / seconds,
+    }
+    if datasheet is not None:
+        rates["mfu"] = counts.flops / seconds / datasheet / world_size
+    return rates
 
 
 class RunLog:
@@ -97,10 +134,14 @@ class RunLog:
             done,
             {
                 "step": str(record["step"]),
-                "loss": f"{record['loss']:.3f}",
+                "loss": "-" if record["loss"] is None else f"{record['loss']:.3f}",
                 "acceptance": f"{record['acceptance']:.2f}",
                 "tok/s": f"{record['tokens_per_s']:,.0f}",
+                "rows/s": f"{record['rows_per_s']:,.0f}",
+                "MFU": f"{record['mfu']:.1%}" if "mfu" in record else "-",
                 "data-wait": f"{record['data_wait_frac']:.1%}",
+                "read": f"{record['read_bytes_per_s'] / 1e9:.2f} GB/s",
+                "memory": f"{record['memory_bytes'] / 1e9:.1f} GB",
             },
         )
 

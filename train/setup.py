@@ -17,6 +17,7 @@ from dflash_offline.common.errors import BadInput
 from dflash_offline.common.options import config_as_dict
 from dflash_offline.kernels import block_attention
 from dflash_offline.kernels.block_attention import table_sizes
+from dflash_offline.kernels.feature_noise import feature_noise
 from dflash_offline.kernels.head_rows import warm_up_loss
 from dflash_offline.train.checkpoint import FINAL, RunState, check_learned, checkpoints, load_state
 from dflash_offline.train.config import TrainConfig
@@ -30,6 +31,7 @@ from dflash_offline.train.draft_shape import (
 from dflash_offline.train.drafter import Drafter
 from dflash_offline.train.drafter_config import DrafterConfig
 from dflash_offline.train.export import load_drafter, load_drafter_config
+from dflash_offline.train.fp8 import use_fp8
 from dflash_offline.train.loss_spec import parse_loss
 from dflash_offline.train.mask_token import MaskToken, choose_mask_token
 from dflash_offline.train.objective import Objective, objective_of
@@ -47,8 +49,9 @@ from dflash_offline.train.target_head import TargetHead, load_target_head
 _DEFAULT_EPOCHS = 6.0
 # Options that change nothing of what a step learns from.
 _FREE_OPTIONS = {
-    "cache", "out", "resume", "partial", "rows_per_pass", "num_epochs", "num_steps", "max_minutes",
-    "schedule_over", "device", "export_dtype", "log_every", "eval_every", "eval_anchors",
+    "cache", "out", "resume", "partial", "damaged", "rows_per_pass", "num_epochs", "num_steps",
+    "max_minutes", "schedule_over", "device", "export_dtype", "log_every", "eval_every",
+    "eval_anchors",
     "checkpoint_every", "keep_checkpoints", "init_from", "draft_config", "mask_token_id",
     "storage_option", "read_cache", "read_cache_gb",
 }  # fmt: skip
@@ -85,6 +88,7 @@ class Setup:
             rows_per_pass=self.config.rows_per_pass,
             seed=self.config.seed,
             supervise=self.config.supervise,
+            skip_damaged=self.config.damaged == "skip",
             with_final=self.objective.needs_teacher,
             # Half the bytes to copy to a GPU; on a CPU the copy converts at once.
             dtype=torch.bfloat16 if self.device.type == "cuda" else self.dtype,
@@ -118,6 +122,9 @@ class Setup:
                 dtype=self.dtype,
                 device=self.device,
             )
+        width = len(shape.target_layer_ids) * shape.hidden_size
+        row = torch.zeros(1, width, dtype=self.dtype, device=self.device)
+        feature_noise(row, torch.zeros(1, dtype=torch.int32, device=self.device), width=1.0)
         warm_up_loss(
             lambda x, labels: row_losses(self.head, x, labels, x.detach(), self.objective).loss,
             self.head.weight,
@@ -160,6 +167,13 @@ def prepare(config: TrainConfig, world: World) -> Setup:
         check_learned(state.learned, learned, config.out)
     else:
         state = RunState(learned=learned)
+    drafter = _drafter(config, shape, checkpoint).to(device)
+    objective = objective_of(
+        parse_loss(config.loss),
+        labels=config.labels,
+        block_size=shape.block_size,
+        noise=config.noise,
+    )
     return Setup(
         config=config,
         world=world,
@@ -168,12 +182,12 @@ def prepare(config: TrainConfig, world: World) -> Setup:
         export_dtype=_dtype(config.export_dtype, device, dtype),
         caches=caches,
         wanted=wanted,
-        head=head.to(device, dtype),
-        drafter=_drafter(config, shape, checkpoint).to(device),
-        mask_token=mask_token,
-        objective=objective_of(
-            parse_loss(config.loss), labels=config.labels, block_size=shape.block_size
+        head=use_fp8(
+            config.fp8, head.to(device, dtype), drafter, objective, device=device, dtype=dtype
         ),
+        drafter=drafter,
+        mask_token=mask_token,
+        objective=objective,
         order=order,
         num_steps=num_steps,
         total_samples=total_samples,

@@ -5,7 +5,7 @@ import warnings
 import numpy as np
 
 from dflash_offline.common.cache import Cache, open_cache
-from dflash_offline.common.errors import BadInput
+from dflash_offline.common.errors import BadInput, DamagedStore
 from dflash_offline.common.identity import MIX, compare
 from dflash_offline.common.store import supervised
 from dflash_offline.common.where import select
@@ -74,9 +74,14 @@ def check_supervision(config: TrainConfig, caches: list[Cache], wanted: list[lis
         packs = cache.plan.column("pack")
         for pack in dict.fromkeys(packs[indices].tolist()):
             members = [index for index in indices if packs[index] == pack]
-            for mask in loss_masks(cache, pack, members):
-                if len(candidates(supervised(mask, config.supervise))):
-                    return
+            try:
+                masks = list(loss_masks(cache, pack, members))
+            except DamagedStore:
+                if config.damaged == "skip":
+                    continue
+                raise
+            if any(len(candidates(supervised(mask, config.supervise))) for mask in masks):
+                return
     raise BadInput(
         f"--supervise {config.supervise}: no training sample has two supervised tokens in a row; "
         "choose another rule, or extract data with assistant turns"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from dflash_offline.kernels.feature_noise import feature_noise
 from dflash_offline.train.drafter import Drafter
 from dflash_offline.train.feed import feed_of
 from dflash_offline.train.objective import Objective, PassSums, pass_sums, scatter_rows
@@ -31,7 +32,10 @@ def run_pass(
         Sums; `loss` is differentiable and not divided by anything.
     """
     tables = given.tables
-    hidden_NH = drafter(given.features, head.embeddings(tables.block_tokens), tables)
+    features = given.features
+    if objective.noise:
+        features = feature_noise(features, tables.noise_keys, width=objective.noise)
+    hidden_NH = drafter(features, head.embeddings(tables.block_tokens), tables)
     rows = tables.label_rows
     result = row_losses(
         head,

@@ -11,25 +11,23 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
-from dflash_offline.common.cache import Cache, CodedDocument, Document
-from dflash_offline.common.quantize import decode_final
-from dflash_offline.common.store import supervised
-from dflash_offline.kernels.coded_states import CodedStates, coded_states
+from dflash_offline.common.cache import Cache
+from dflash_offline.common.errors import DamagedStore
 from dflash_offline.train.anchors import (
-    AnchoredDocument,
     BlockLayout,
     PassTables,
     build_pass,
     sample_anchors,
 )
 from dflash_offline.train.coded_context import CodedContext, coded_context
+from dflash_offline.train.documents import LoadedDocument, PackReader, StreamOptions
+from dflash_offline.train.noise import noise_key
 from dflash_offline.train.order import WINDOW_PACKS, Draw, SampleOrder, StreamState
 
 # Steps built ahead of the one that trains.
@@ -40,32 +38,6 @@ _HELD_PACKS = 2 * WINDOW_PACKS
 _STEPS_KNOWN = 64
 # A pass also ends when its context is this many times its most block rows.
 _CONTEXT_FACTOR = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class StreamOptions:
-    """What of a sample is trained on, and how much at a time."""
-
-    layout: BlockLayout
-    layers: tuple[int, ...]
-    num_anchors: int
-    rows_per_pass: int
-    seed: int
-    supervise: str = "all"
-    with_final: bool = False  # also gather the final state at every labelled row
-    dtype: torch.dtype = torch.bfloat16  # of the final states handed over
-    pinned: bool = False
-    # What `block_attention.table_sizes` says for the drafter, where kernels will read the tables.
-    table_sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadedDocument:
-    """A sample in host memory, ready to be cut into passes."""
-
-    anchored: AnchoredDocument
-    features: CodedStates  # [K, T, H]
-    final: torch.Tensor | None = None  # bfloat16 [T, H]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,78 +68,12 @@ class StepInput:
     state: StreamState  # after the step
     num_samples: int
     num_skipped: int  # samples without a possible anchor
+    num_damaged: int = 0  # samples that could not be read
+    num_bytes: float = 0.0  # read since the step before, as stored
+    damage: tuple[str, ...] = ()  # what is wrong with packs that no earlier step named
     num_tokens: int  # tokens of the samples
     num_rows: int  # labelled rows
     num_blocks: int
-
-
-class PackReader:
-    """Documents of one store by pack."""
-
-    def __init__(self, cache: Cache, options: StreamOptions, wanted: Sequence[int]) -> None:
-        self._cache = cache
-        self._options = options
-        self._members: dict[int, list[int]] = {}
-        for index in wanted:
-            self._members.setdefault(cache.plan.samples[index].pack, []).append(index)
-        self._held: dict[int, Future[dict[int, LoadedDocument]]] = {}
-        self._decoding: dict[str, torch.Tensor | None] = {}
-
-    def pack_of(self, index: int) -> int:
-        """Return the pack that a sample is in."""
-        return self._cache.plan.samples[index].pack
-
-    def holds(self, pack: int) -> bool:
-        """Say whether a pack is in memory or being read."""
-        return pack in self._held
-
-    def hold(self, packs: Sequence[int], pool: ThreadPoolExecutor) -> None:
-        """Have these packs read, in this order, and drop all others."""
-        for pack in set(self._held) - set(packs):
-            self._held.pop(pack).cancel()
-        for pack in packs:
-            if pack not in self._held:
-                self._held[pack] = pool.submit(self._read, self._members[pack])
-
-    def document(self, index: int) -> LoadedDocument:
-        """Return a sample without anchors, of a pack that is held; waits for it."""
-        return self._held[self.pack_of(index)].result()[index]
-
-    def _read(self, members: list[int]) -> dict[int, LoadedDocument]:
-        cache, layers = self._cache, self._options.layers
-        if cache.schema.is_coded:
-            return {coded.index: self._coded(coded) for coded in cache.read_codes(members, layers)}
-        return {
-            document.index: LoadedDocument(
-                anchored=self._without_anchors(document),
-                features=CodedStates(codec="raw", values=document.features_torch()),
-                final=document.final_torch() if self._options.with_final else None,
-            )
-            for document in cache.read_many(members, layers)
-        }
-
-    def _coded(self, document: CodedDocument) -> LoadedDocument:
-        calibration, states = self._cache.calibration, document.states
-        coded = coded_states(states, calibration, document.slots)
-        if not self._decoding:
-            shared = {name: vars(coded)[name] for name in ("mean", "gain", "codebook")}
-            self._decoding = {name: self._placed(each) for name, each in shared.items()}
-        return LoadedDocument(
-            anchored=self._without_anchors(document),
-            # The same tensors for all documents show that they can be decoded together.
-            features=replace(coded, **self._decoding),
-            final=decode_final(states, calibration) if self._options.with_final else None,
-        )
-
-    def _placed(self, shared: torch.Tensor | None) -> torch.Tensor | None:
-        return shared.pin_memory() if shared is not None and self._options.pinned else shared
-
-    def _without_anchors(self, document: Document | CodedDocument) -> AnchoredDocument:
-        return AnchoredDocument(
-            tokens=document.tokens,
-            supervised=supervised(document.loss_mask, self._options.supervise),
-            anchors=np.empty(0, np.int64),
-        )
 
 
 class StepBuilder:
@@ -182,6 +88,8 @@ class StepBuilder:
             PackReader(cache, options, indices)
             for cache, indices in zip(caches, wanted, strict=True)
         ]
+        self._bytes_told = 0.0
+        self._damaged_packs: set[tuple[int, int]] = set()
         # One pack after the other, in the order of need; its chunks are read by several threads.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="read-pack")
 
@@ -189,6 +97,11 @@ class StepBuilder:
     def most_packs(self) -> int:
         """Packs, of all stores, that are worth reading ahead."""
         return _HELD_PACKS * len(self._readers)
+
+    @property
+    def bytes_read(self) -> float:
+        """Bytes of all packs read so far, as they are stored."""
+        return sum(reader.bytes_read for reader in self._readers)
 
     def packs(self, draws: Sequence[Draw]) -> list[tuple[int, int]]:
         """Return store and pack of every draw."""
@@ -204,40 +117,66 @@ class StepBuilder:
         self._pool.shutdown(cancel_futures=True)
 
     def build(self, draws: Sequence[Draw], state: StreamState) -> StepInput:
-        """Anchor and cut samples; those without a possible anchor are left out.
+        """Anchor and cut samples; those without a possible anchor or states are left out.
 
         Reads the packs that are not held, and holds no others, unless `read_ahead` came before.
         """
         packs = self.packs(draws)
         if not all(self._readers[store].holds(pack) for store, pack in packs):
             self.read_ahead(list(dict.fromkeys(packs)))
-        documents = [self._anchored(draw) for draw in draws]
+        damage: list[str] = []
+        documents = [
+            document for draw in draws if (document := self._readable(draw, damage)) is not None
+        ]
         kept = [each for each in documents if len(each.anchored.anchors)]
         passes = [
             assemble(group, self._options)
             for group in cut_into_passes(kept, self._options.layout, self._options.rows_per_pass)
         ]
+        bytes_before, self._bytes_told = self._bytes_told, self.bytes_read
         return StepInput(
             passes=passes,
             state=state,
             num_samples=len(kept),
             num_skipped=len(documents) - len(kept),
+            num_damaged=len(draws) - len(documents),
+            num_bytes=self._bytes_told - bytes_before,
+            damage=tuple(damage),
             num_tokens=sum(len(each.anchored.tokens) for each in kept),
             num_rows=sum(each.tables.label_rows.shape[0] for each in passes),
             num_blocks=sum(each.tables.num_anchors for each in passes),
         )
 
+    def _readable(self, draw: Draw, damage: list[str]) -> LoadedDocument | None:
+        """Return a draw's document; None, with a word in `damage` the first time, if it is lost."""
+        try:
+            return self._anchored(draw)
+        except DamagedStore as problem:
+            if not self._options.skip_damaged:
+                raise
+            pack = draw.store, self._readers[draw.store].pack_of(draw.index)
+            if pack not in self._damaged_packs:
+                self._damaged_packs.add(pack)
+                url = self._caches[draw.store].blobs.url
+                damage.append(f"{url}: {problem}")
+            return None
+
     def _anchored(self, draw: Draw) -> LoadedDocument:
         document = self._readers[draw.store].document(draw.index)
-        anchors = sample_anchors(
-            document.anchored.supervised,
-            num_anchors=self._options.num_anchors,
-            seed=self._options.seed,
-            epoch=draw.epoch,
-            occurrence=draw.occurrence,
-            sample_id=self._caches[draw.store].plan.samples[draw.index].id,
+        names = {
+            "seed": self._options.seed,
+            "epoch": draw.epoch,
+            "occurrence": draw.occurrence,
+            "sample_id": self._caches[draw.store].plan.samples[draw.index].id,
+        }
+        anchored = replace(
+            document.anchored,
+            anchors=sample_anchors(
+                document.anchored.supervised, num_anchors=self._options.num_anchors, **names
+            ),
+            noise_key=noise_key(**names),
         )
-        return replace(document, anchored=replace(document.anchored, anchors=anchors))
+        return replace(document, anchored=anchored)
 
 
 def cut_into_passes(

@@ -1,6 +1,7 @@
 """Several processes give what one gives: sums, gradients, and a whole run."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from dflash_offline.train.cli import main
 from dflash_offline.train.distributed import World, gather_objects, largest, sum_over_ranks
 
+WORLDS = Path(__file__).parent / "worlds.py"
 RUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1"]
 
 # Sums of tensors of two dtypes and many sizes, over more than one bucket.
@@ -52,36 +54,112 @@ def test_sums_over_two_processes(tmp_path: Path):
     assert run("--nproc-per-node=2", str(tmp_path / "sums.py")).count("sums agree") == 2
 
 
+def run_worlds(sizes: list[int], script: Path, *arguments: str) -> None:
+    """Run a script as jobs of several sizes; see worlds.py."""
+    command = [sys.executable, str(WORLDS), ",".join(map(str, sizes)), str(script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+# Updates of a toy model at several world sizes; its gradients differ by rank and add up.
+OPTIMIZER = """
+import sys, torch
+from torch import nn
+from dflash_offline.train.distributed import join_world, leave_world
+from dflash_offline.train.optimizer import Optimizer
+world = join_world("cpu")
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(30, 40), nn.Linear(40, 7), nn.LayerNorm(7))
+kind = dict(weight_decay=0.1, betas=(0.9, 0.95), kind=sys.argv[1], ema=0.8, world=world)
+optimizer = Optimizer(model, **kind)
+def step(number):
+    optimizer.zero_grad()
+    for part in range(6)[world.rank :: world.size]:
+        generator = torch.Generator().manual_seed(10 * number + part)
+        for parameter in model.parameters():
+            parameter.grad += torch.randn(parameter.shape, generator=generator)
+    poison = float("nan") if number == 2 and world.is_first else 0.0
+    next(model.parameters()).grad[0, 0] += poison
+    return optimizer.step(lr=0.01, weight_sum=torch.tensor(3.0), clip=2.0)
+norms = [step(number) for number in range(3)]
+assert [float(skipped) for _, skipped in norms] == [0, 0, 1], norms
+saved = {name: each.clone() for name, each in optimizer.tensors().items()}
+if len(sys.argv) > 3:
+    saved = torch.load(sys.argv[3])
+    optimizer.load(saved.__getitem__)
+norms += [step(number) for number in range(3, 6)]
+after = optimizer.tensors()
+with optimizer.averaged():
+    averages = {name: each.clone() for name, each in model.state_dict().items()}
+if world.is_first:
+    torch.save([saved, after, averages, torch.stack([norm for norm, _ in norms])], sys.argv[2])
+leave_world()
+"""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_run_is_the_same_at_any_world_size(small_store, tmp_path: Path, world_size: int):
-    (tmp_path / "main.py").write_text("from dflash_offline.train.cli import main\nmain()\n")
-    losses, evals = {}, {}
-    for size in (1, world_size):
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_updates_are_the_same_at_any_world_size(tmp_path: Path, kind: str):
+    script = tmp_path / "optimizer.py"
+    script.write_text(OPTIMIZER)
+    run_worlds([1, 2, 3], script, kind, str(tmp_path / "{size}.pt"))
+    found = {size: torch.load(tmp_path / f"{size}.pt") for size in (1, 2, 3)}
+    # What three processes left, two go on from.
+    torch.save(found[3][0], tmp_path / "start.pt")
+    run_worlds([2], script, kind, str(tmp_path / "on.pt"), str(tmp_path / "start.pt"))
+    found["3 then 2"] = torch.load(tmp_path / "on.pt")
+    for size in (2, 3, "3 then 2"):
+        for ours, theirs in zip(found[size][1:3], found[1][1:3], strict=True):
+            assert ours.keys() == theirs.keys()
+            for name in ours:
+                torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-6)
+        norms = (found[size][3][[0, 1, 3, 4, 5]], found[1][3][[0, 1, 3, 4, 5]])
+        torch.testing.assert_close(*norms)
+
+
+@pytest.mark.slow
+def test_a_run_is_the_same_at_any_world_size(small_store, tmp_path: Path):
+    """And goes on in one process from what several left."""
+    script = tmp_path / "main.py"
+    script.write_text("from dflash_offline.train.cli import main\nmain()\n")
+    options = {
+        "--cache": small_store[0],
+        "--draft-layers": "1",
+        "--block-size": "4",
+        "--mask-token-id": "96",
+        "--num-anchors": "6",
+        "--samples-per-step": "4",
+        "--num-steps": "5",
+        "--lr": "1e-3",
+        "--device": "cpu",
+        "--log-every": "1",
+        "--checkpoint-every": "2",
+    }
+    flat = [part for pair in options.items() for part in pair]
+    run_worlds([1, 2, 3], script, *flat, "--out", str(tmp_path / "run{size}"))
+    whole = records_of(tmp_path / "run1")
+    assert [each["kind"] for each in whole] == ["run", *["train"] * 5, "eval"]
+    for size in (2, 3):
         out = tmp_path / f"run{size}"
-        options = {
-            "--cache": small_store[0],
-            "--out": str(out),
-            "--draft-layers": "1",
-            "--block-size": "4",
-            "--mask-token-id": "96",
-            "--num-anchors": "6",
-            "--samples-per-step": "4",
-            "--num-steps": "5",
-            "--lr": "1e-3",
-            "--device": "cpu",
-            "--log-every": "1",
-            "--checkpoint-every": "2",
-        }
-        flat = [part for pair in options.items() for part in pair]
-        if size == 1:
-            with pytest.raises(SystemExit):
-                main(flat)
+        compare(records_of(out), whole)
+        shutil.rmtree(out / "draft")
+        shutil.rmtree(out / "checkpoints/step-5")
+        with pytest.raises(SystemExit) as end:
+            main([*flat, "--out", str(out)])
+        assert end.value.code == 0
+        compare(records_of(out), whole)
+
+
+def records_of(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+def compare(ours: list[dict], theirs: list[dict]) -> None:
+    for mine, other in zip(ours[1:], theirs[1:], strict=True):
+        assert (mine["kind"], mine["step"]) == (other["kind"], other["step"])
+        if mine["kind"] == "train":
+            assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5)
+            assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+            assert mine["skipped_samples"] == other["skipped_samples"]
         else:
-            run(f"--nproc-per-node={size}", str(tmp_path / "main.py"), *flat)
-        records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-        losses[size] = [each["loss"] for each in records if each["kind"] == "train"]
-        evals[size] = [each for each in records if each["kind"] == "eval"]
-    assert len(losses[1]) == 5
-    assert losses[world_size] == pytest.approx(losses[1], rel=1e-5)
-    assert evals[world_size][-1]["num_anchors"] == evals[1][-1]["num_anchors"]
+            assert mine["num_anchors"] == other["num_anchors"]

@@ -251,14 +251,63 @@ def test_skipped_samples_are_counted_and_nothing_is_nan(config, corpus_maker, tm
     assert all(bool(torch.isfinite(tensor).all()) for tensor in drafter.values())
 
 
-def test_a_damaged_pack_stops_the_run(config, small_store, tmp_path):
-    (shard,) = Path(small_store[0]).glob("features/c/0/0/0/0")
+def damage(url: str, pack: int) -> None:
+    (shard,) = Path(url).glob(f"features/c/{pack}/0/0/0")
     raw = bytearray(shard.read_bytes())
     raw[1000] ^= 1
     shard.write_bytes(raw)
+
+
+def test_a_damaged_pack_stops_the_run(config, small_store, tmp_path):
+    damage(small_store[0], 0)
     with pytest.raises(DamagedStore, match="pack 0"):
         train(config(small_store[0], tmp_path / "run"))
     assert not any(thread.name == "stream" for thread in threading.enumerate())
+
+
+def test_a_damaged_pack_is_left_out_named_and_counted(config, small_store, tmp_path, capsys):
+    url, corpus = small_store
+    damage(url, 0)
+    damage(url, corpus.plan.samples[-1].pack)  # held out
+    train(config(url, tmp_path / "run", damaged="skip", num_steps=None, num_epochs=2))
+    lost = sum(sample.pack == 0 for sample in corpus.plan.samples)
+    assert 0 < lost < len(corpus.plan.samples) - 1
+    last = records(tmp_path / "run", "train")[-1]
+    assert last["damaged_samples"] == 2 * lost
+    assert last["skipped_samples"] == 0
+    # The last step has one sample, and it is among the lost.
+    assert last["loss"] is None
+    assert "NaN" not in (tmp_path / "run/log.jsonl").read_text()
+    shown = capsys.readouterr().err
+    assert shown.count(f"left out: {url}: ") == 1
+    assert "pack 0" in shown
+    assert f"not evaluated: {url}: " in shown
+    assert f"{2 * lost} damaged" in shown
+    state = json.loads((checkpoints(tmp_path / "run")[-1] / "state.json").read_text())
+    assert state["damaged_samples"] == 2 * lost
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"optimizer": "muon"}, {"ema": 0.5}, {"noise": 0.5}, {"loss": "dpace=0.3,kl=0.9,ce=0.1"}],
+    ids=lambda change: next(iter(change)),
+)
+def test_every_way_of_training_resumes_bit_identically(config, corpus_maker, tmp_path, change):
+    corpus = corpus_maker(teacher="final")
+    with corpus.open(tmp_path / "store") as store:
+        corpus.commit(store)
+    options = {"num_steps": 4, "checkpoint_every": 2, "keep_checkpoints": 9, **change}
+    plain, whole, cut = (tmp_path / name for name in ("plain", "whole", "cut"))
+    train(config(tmp_path / "store", whole, **options))
+    shutil.copytree(whole, cut)
+    shutil.rmtree(cut / "draft")
+    shutil.rmtree(cut / "checkpoints/step-4")
+    train(config(tmp_path / "store", cut, **options))
+    assert losses(cut) == losses(whole)
+    assert_same_drafter(whole / "draft", cut / "draft")
+    train(config(tmp_path / "store", plain, num_steps=4))
+    ours, theirs = weights(whole / "draft"), weights(plain / "draft")
+    assert not all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_a_stop_asked_before_the_end_is_kept(config, small_store, tmp_path, monkeypatch):

@@ -7,8 +7,9 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from dflash_offline.train.distributed import World
 from dflash_offline.train.phase_clock import PHASES, PhaseClock
-from dflash_offline.train.run_log import RunLog, Window
+from dflash_offline.train.run_log import Counts, RunLog, Window, speeds
 
 
 def window_of(*steps: tuple[list[float], float]) -> Window:
@@ -18,8 +19,7 @@ def window_of(*steps: tuple[list[float], float]) -> Window:
             torch.tensor(totals, dtype=torch.float64),
             torch.tensor(0.5),
             torch.tensor(skipped),
-            num_tokens=100,
-            num_rows=30,
+            Counts(tokens=100, rows=30, flops=5e6, bytes_read=2e6, skipped_samples=1),
         )
     return window
 
@@ -27,14 +27,28 @@ def window_of(*steps: tuple[list[float], float]) -> Window:
 def test_a_window_is_the_mean_over_its_sums():
     # Loss, weight, blocks, accepted by position: not a mean of means.
     window = window_of(([6.0, 2.0, 4, 3, 1], 0.0), ([10.0, 6.0, 4, 3, 2], 0.0))
-    time.sleep(0.01)
     record, skipped = window.read()
     assert skipped == 0
     assert record["loss"] == pytest.approx(2.0)
     assert record["accepted_by_position"] == pytest.approx([0.75, 0.375])
     assert record["acceptance"] == pytest.approx(2.125)
     assert record["grad_norm"] == 0.5
-    assert record["tokens_per_s"] / record["rows_per_s"] == pytest.approx(200 / 60)
+    assert window.counts == Counts(
+        tokens=200, rows=60, flops=1e7, bytes_read=4e6, skipped_samples=2
+    )
+
+
+def test_speeds():
+    counts = Counts(tokens=200, rows=60, flops=1e7, bytes_read=4e6)
+    found = speeds(counts, 2.0, datasheet=1e7, world_size=2)
+    assert found == {
+        "tokens_per_s": 100.0,
+        "rows_per_s": 30.0,
+        "read_bytes_per_s": 2e6,
+        "mfu": 0.25,
+    }
+    assert "mfu" not in speeds(counts, 2.0, datasheet=None, world_size=1)
+    assert counts.over(World(), torch.device("cpu")) == counts
 
 
 def test_skipped_steps_are_counted_and_leave_no_trace():
@@ -44,6 +58,7 @@ def test_skipped_steps_are_counted_and_leave_no_trace():
     nothing, skipped = window_of(([0.0] * 5, 1.0)).read()
     assert skipped == 1
     assert nothing["acceptance"] == 1.0
+    assert nothing["loss"] is None
 
 
 def record(step: int, loss: float) -> dict:
@@ -53,6 +68,10 @@ def record(step: int, loss: float) -> dict:
         "acceptance": 1.5,
         "accepted_by_position": [0.4, 0.1],
         "tokens_per_s": 1234.0,
+        "rows_per_s": 567.0,
+        "read_bytes_per_s": 1.5e8,
+        "mfu": 0.41,
+        "memory_bytes": 2e9,
         "data_wait_frac": 0.012,
     }
 
@@ -73,7 +92,10 @@ def test_records_and_curves(tmp_path, capsys):
     assert [event.value for event in curves.Scalars("train/loss")] == [3.0, 2.5]
     assert [event.value for event in curves.Scalars("eval/accepted/2")] == pytest.approx([0.2])
     shown = capsys.readouterr().err
-    assert "step 2  loss 2.500  acceptance 1.50  tok/s 1,234  data-wait 1.2%  ETA" in shown
+    assert (
+        "step 2  loss 2.500  acceptance 1.50  tok/s 1,234  rows/s 567  MFU 41.0%  data-wait 1.2%  "
+        "read 0.15 GB/s  memory 2.0 GB  ETA"
+    ) in shown
 
 
 def test_steps_that_are_run_again_are_forgotten(tmp_path):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dflash_offline.train.loss_spec import DECAY, DPACE, parse_loss
+from dflash_offline.train.noise import noise_key, row_keys
 from dflash_offline.train.objective import Objective, objective_of
 from dflash_offline.train.optimizer import Optimizer
 from dflash_offline.train.step import accumulate, run_pass
@@ -97,6 +98,33 @@ def test_local_denominators_would_differ(toy_maker):
     name = "fc.weight"
     mean = (parts[0][name] + parts[1][name]) / 2
     assert (mean - whole[name]).norm() / whole[name].norm() > 1e-2
+
+
+def test_noise_does_not_depend_on_the_split(toy_maker):
+    toy = toy_maker()
+    documents = []
+    for n in (19, 9, 24):
+        document = toy.document(n, seed=n)
+        key = noise_key(seed=1, epoch=2, occurrence=0, sample_id=str(n))
+        anchored = dataclasses.replace(document.anchored, noise_key=key)
+        documents.append(dataclasses.replace(document, anchored=anchored))
+    objective = Objective(loss=DECAY, gamma=2.0, noise=0.3)
+    whole, totals = gradients(toy, [documents], objective)
+    for groups in ([documents[2:], documents[:2]], list(cut_into_passes(documents, toy.layout, 8))):
+        split, split_totals = gradients(toy, groups, objective)
+        torch.testing.assert_close(split_totals, totals, rtol=1e-10, atol=0)
+        assert_same(whole, split, 1e-10)
+    silent, _ = gradients(toy, [documents], dataclasses.replace(objective, noise=0.0))
+    assert (silent["fc.weight"] - whole["fc.weight"]).norm() > 0.01 * whole["fc.weight"].norm()
+
+
+def test_noise_is_another_one_each_time():
+    names = {"seed": 1, "epoch": 0, "occurrence": 0, "sample_id": "a"}
+    first = row_keys(noise_key(**names), 9)
+    assert len(set(first.tolist())) == 9
+    for name, value in (("seed", 2), ("epoch", 1), ("occurrence", 1), ("sample_id", "b")):
+        assert not set(first) & set(row_keys(noise_key(**names | {name: value}), 9))
+    assert row_keys(noise_key(**names), 5).tolist() == first[:5].tolist()
 
 
 def test_loss_equals_the_written_sum(toy_maker):
