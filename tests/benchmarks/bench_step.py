@@ -31,6 +31,7 @@ from dflash_offline.common.cache import open_cache
 from dflash_offline.common.calibration import CalibrationRows
 from dflash_offline.common.identity import Identity
 from dflash_offline.common.pack_arrays import as_bfloat16
+from dflash_offline.common.quantize import EncodedStates, encode_states
 from dflash_offline.common.store import LossMask, Plan, Sample, Schema
 from dflash_offline.common.store_writer import Store
 from dflash_offline.train.checkpoint import RunState
@@ -95,6 +96,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--codec", default="raw")
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--warmup", type=int, default=10, help="steps before those measured")
     parser.add_argument("--packs", type=int, default=3)
     parser.add_argument("--packs-per-step", type=int, default=1)
     parser.add_argument("--document", type=int, default=2048, help="tokens of a document")
@@ -150,13 +152,22 @@ def write_store(url: Path, options: argparse.Namespace, hidden: int, vocab: int)
         if schema.codec.startswith("int"):
             calibrate(store, shape)
         for pack in range(options.packs):
-            store.commit_pack(pack, random_states(shape, pack))
+            store.commit_pack(pack, coded(store, random_states(shape, pack), options.document))
 
 
 def random_states(shape: tuple[int, ...], seed: int) -> np.ndarray:
     generator = torch.Generator(DEVICE).manual_seed(seed)
     states = torch.randn(shape, generator=generator, device=DEVICE, dtype=torch.bfloat16)
     return states.view(torch.int16).cpu().numpy().view(np.uint16)
+
+
+def coded(store: Store, states: np.ndarray, document: int) -> np.ndarray | EncodedStates:
+    """Encode states where the store holds codes; on the device, as an extraction does."""
+    if store.calibration is None:
+        return states
+    is_first = torch.arange(states.shape[1], device=DEVICE) % document == 0
+    calibration = store.calibration.to(DEVICE)
+    return encode_states(as_bfloat16(states).to(DEVICE), None, is_first, calibration).to("cpu")
 
 
 def calibrate(store: Store, shape: tuple[int, ...]) -> None:
@@ -195,7 +206,7 @@ def make_setup(options: argparse.Namespace, url: Path) -> Setup:
         num_anchors=options.anchors,
         rows_per_pass=options.rows_per_pass,
         samples_per_step=per_pack * options.packs_per_step,
-        num_steps=options.steps + 10,
+        num_steps=options.steps + options.warmup,
     )
     wanted = cache.training_samples
     samples = StoreSamples(indices=wanted, packs=cache.plan.column("pack")[wanted])
@@ -262,8 +273,8 @@ def measure(setup: Setup, options: argparse.Namespace) -> None:
     )
     clock, ends, given = PhaseClock(setup.device), [], None
     with stream:
-        for step in range(options.steps + 10):
-            if step == 10:
+        for step in range(options.steps + options.warmup):
+            if step == options.warmup:
                 synchronize()
                 reset_peak()
                 clock.take()
@@ -271,7 +282,7 @@ def measure(setup: Setup, options: argparse.Namespace) -> None:
                 began, waited = time.perf_counter(), stream.wait_s
             given = stream.next()
             totals, _norm, _skipped = train_step(setup, optimizer, given, lr=1e-4, clock=clock)
-            if step >= 10:
+            if step >= options.warmup:
                 ends.append(moment())
         synchronize()
         total, wait = time.perf_counter() - began, stream.wait_s - waited
