@@ -56,13 +56,14 @@ class Feed:
         """Copy a pass's states as they are, once those of the pass before have been decoded."""
         context, final = given.features, given.final
         assert isinstance(context, CodedContext), "states are on a device already"
+        compute = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._is_free)
             sizes: list[int] = []
             context.moved(lambda each: _counted(each, sizes))
             if final is not None:
                 _counted(final, sizes)
-            self._grow(sum(sizes))
+            self._grow(sum(sizes), compute)
             room = iter(self._buffer[: sum(sizes)].split(sizes))
             context = context.moved(lambda each: _placed(each, next(room)))
             final = None if final is None else _placed(final, next(room))
@@ -80,10 +81,10 @@ class Feed:
         tables = moving.given.tables.to(self._device)
         return replace(moving.given, tables=tables, features=features, final=final)
 
-    def _grow(self, num_bytes: int) -> None:
+    def _grow(self, num_bytes: int, compute: torch.cuda.Stream) -> None:
         if self._buffer.numel() < num_bytes:
             # What still reads the old buffer was launched on the stream that trains.
-            self._buffer.record_stream(torch.cuda.default_stream(self._device))
+            self._buffer.record_stream(compute)
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
 
