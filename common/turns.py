@@ -118,7 +118,8 @@ def _by_prefixes(
     messages: Sequence[Message], i: int, *, render: Render, text: str, cursor: int
 ) -> Turn | None:
     header = _prefix(messages[:i], True, render=render)
-    through = _prefix(messages[: i + 1], False, render=render)
+    is_last = i + 1 == len(messages)
+    through = text if is_last else _prefix(messages[: i + 1], False, render=render)
     pieces = _pieces(messages[i])
     start = len(header) if header is not None and text.startswith(header) else None
     is_prefix = through is not None and text.startswith(through)

@@ -1,6 +1,7 @@
 """What an extraction will do, before the target is loaded: options, layers, corpus and plan."""
 
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +19,24 @@ from dflash_offline.common.target import load_config, load_tokenizer
 from dflash_offline.extract.config import ExtractConfig
 from dflash_offline.extract.corpus import CorpusReader
 from dflash_offline.extract.fast_path import check_fast_path
+from dflash_offline.extract.launch import count_workers
+from dflash_offline.extract.memory_model import (
+    POOL_UNITS,
+    MemoryModel,
+    check_memory,
+    free_device_bytes,
+    free_host_bytes,
+    memory_model,
+)
+from dflash_offline.extract.meta_forward import ForwardCost, forward_cost
 from dflash_offline.extract.plan import PlanOptions, make_plan, padded_fraction
 from dflash_offline.extract.row_workers import num_cores
-from dflash_offline.extract.settings import check_teacher, parse_holdout, resolve_max_length
+from dflash_offline.extract.settings import (
+    check_teacher,
+    parse_holdout,
+    resolve_dtype,
+    resolve_max_length,
+)
 from dflash_offline.extract.token_rows import RowArrays
 
 
@@ -35,12 +51,53 @@ class Planned:
     tokens: Sequence[np.ndarray]  # int32 [length] of every sample, read when asked for
     masks: Sequence[np.ndarray]  # uint8 [length] of every sample, likewise
     plan_fields: dict[str, Scalar]
+    memory: str  # what it will take, for people
 
 
-def plan_extraction(config: ExtractConfig, device: torch.device) -> Planned:
-    """Check options, read the corpus and make the plan; loads no weights, writes nothing."""
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What the options and the target's configuration say, before the corpus is read.
+
+    Attributes:
+        cost: of a forward of `--batch-tokens` tokens.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    chat: ChatOptions
+    schema: Schema
+    reader: CorpusReader
+    plan_options: PlanOptions
+    max_length: int
+    dtype: torch.dtype
+    cost: ForwardCost
+    num_workers: int
+
+    def memory(self, device: torch.device, *, num_packs: int = 0) -> MemoryModel:
+        """Return what the extraction takes; before there is a plan, without its packs."""
+        return memory_model(
+            self.schema,
+            self.cost,
+            dtype=self.dtype,
+            batch_tokens=self.plan_options.batch_tokens,
+            pool_packs=min(num_packs, POOL_UNITS * self.plan_options.unit_packs),
+            num_workers=self.num_workers,
+            on_gpu=device.type == "cuda",
+        )
+
+
+def prepare(config: ExtractConfig, device: torch.device) -> Prepared:
+    """Check options and what they mean for the target; loads no weights, writes nothing.
+
+    Raises:
+        BadInput: an option that cannot be, or too little memory.
+    """
     check_teacher(config.teacher)
-    holdout = parse_holdout(config.holdout)
+    options = PlanOptions(
+        seed=config.seed,
+        pack_tokens=config.pack_tokens,
+        batch_tokens=config.batch_tokens,
+        holdout=parse_holdout(config.holdout),
+    )
     chat = ChatOptions.from_options(
         config.chat_template, config.chat_template_arg, config.system_prompt
     )
@@ -53,38 +110,84 @@ def plan_extraction(config: ExtractConfig, device: torch.device) -> Planned:
         config.max_length, pack_tokens=config.pack_tokens, config=target_config
     )
     tokenizer = load_tokenizer(config.target, config.target_revision, trust_remote_code=remote)
-    reader = CorpusReader(
-        tokenizer=tokenizer,
-        options=chat,
-        vocab_size=target_config.vocab_size,
-        max_length=max_length,
-        drop_overlong=config.overlong == "skip",
-    )
-    rows, corpus_report = reader.read(config.data, config.num_samples, num_workers=num_cores())
-    schema = Schema(
-        layers=layers,
-        hidden=target_config.hidden_size,
-        vocab_size=target_config.vocab_size,
-        pack_tokens=config.pack_tokens,
-        codec=config.codec,
-        teacher=config.teacher,
-    )
-    options = PlanOptions(
-        seed=config.seed,
-        pack_tokens=config.pack_tokens,
-        batch_tokens=config.batch_tokens,
-        holdout=holdout,
-    )
-    plan, order = make_plan(rows, corpus_report, options)
-    return Planned(
+    dtype = resolve_dtype(config.dtype, device)
+    prepared = Prepared(
         tokenizer=tokenizer,
         chat=chat,
-        schema=schema,
+        schema=Schema(
+            layers=layers,
+            hidden=target_config.hidden_size,
+            vocab_size=target_config.vocab_size,
+            pack_tokens=config.pack_tokens,
+            codec=config.codec,
+            teacher=config.teacher,
+        ),
+        reader=CorpusReader(
+            tokenizer=tokenizer,
+            options=chat,
+            vocab_size=target_config.vocab_size,
+            max_length=max_length,
+            drop_overlong=config.overlong == "skip",
+        ),
+        plan_options=options,
+        max_length=max_length,
+        dtype=dtype,
+        cost=forward_cost(
+            target_config,
+            dtype=dtype,
+            num_tokens=config.batch_tokens,
+            max_length=max_length,
+            trust_remote_code=remote,
+        ),
+        num_workers=_workers_here(config),
+    )
+    # A plan alone may be made on another machine than the states.
+    if not config.plan_only:
+        refuse_small_memory(prepared.memory(device), config.batch_tokens, device)
+    return prepared
+
+
+def plan_extraction(config: ExtractConfig, device: torch.device) -> Planned:
+    """Check options, read the corpus and make the plan; loads no weights, writes nothing.
+
+    Raises:
+        BadInput: anything the user gave that cannot be used, or too little memory.
+    """
+    prepared = prepare(config, device)
+    rows, report = prepared.reader.read(config.data, config.num_samples, num_workers=num_cores())
+    plan, order = make_plan(rows, report, prepared.plan_options)
+    memory = prepared.memory(device, num_packs=plan.num_packs)
+    if not config.plan_only:
+        refuse_small_memory(memory, config.batch_tokens, device)
+    return Planned(
+        tokenizer=prepared.tokenizer,
+        chat=prepared.chat,
+        schema=prepared.schema,
         plan=plan,
         tokens=RowArrays(rows, order),
         masks=RowArrays(rows, order, masks=True),
-        plan_fields=_plan_fields(config, plan, max_length),
+        plan_fields=_plan_fields(config, plan, prepared.max_length),
+        memory=memory.sentence(device),
     )
+
+
+def refuse_small_memory(memory: MemoryModel, batch_tokens: int, device: torch.device) -> None:
+    """Refuse an extraction that does not fit into what is free.
+
+    Raises:
+        BadInput: says what is needed and what to change.
+    """
+    check_memory(
+        memory,
+        batch_tokens=batch_tokens,
+        device_free=free_device_bytes(device),
+        host_free=free_host_bytes(),
+    )
+
+
+def _workers_here(config: ExtractConfig) -> int:
+    """Return the workers of this machine: those of an outer launcher, or our own."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or count_workers(config.gpus)
 
 
 def _plan_fields(config: ExtractConfig, plan: Plan, max_length: int) -> dict[str, Scalar]:
@@ -110,6 +213,7 @@ def plan_sentence(planned: Planned) -> str:
         f"{count} skipped: {reason} ({report_data['examples'][reason]})"
         for reason, count in report_data["skipped"].items()
     ]
+    layers = ", ".join(map(str, planned.schema.layers))
     cut = [f"{report_data['truncated']} truncated"] if report_data["truncated"] else []
     if (merged := report_data["merged"])["rows"]:
         cut.append(
@@ -122,5 +226,6 @@ def plan_sentence(planned: Planned) -> str:
         f"{counts}. {int(lengths.sum()):,} tokens, "
         f"{int(plan.column('supervised').sum()):,} supervised, {plan.num_packs} packs "
         f"({plan.num_held_out_packs} held out: {report_data['held_out']} samples), "
-        f"{padded_fraction(plan):.0%} padding, layers {', '.join(map(str, planned.schema.layers))}"
+        f"{padded_fraction(plan):.0%} padding, layers {layers}\n"
+        f"{planned.memory}"
     )

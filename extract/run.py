@@ -21,7 +21,7 @@ from dflash_offline.common.target import Target, load_target
 from dflash_offline.extract.calibrate import calibrate
 from dflash_offline.extract.config import ExtractConfig
 from dflash_offline.extract.crew import Crew
-from dflash_offline.extract.estimate import estimate_sentence
+from dflash_offline.extract.estimate import dry_run
 from dflash_offline.extract.forward import StateForward
 from dflash_offline.extract.place import Place
 from dflash_offline.extract.planning import Planned, plan_extraction, plan_sentence
@@ -60,15 +60,15 @@ def _lead(config: ExtractConfig, crew: Crew, stop: StopRequest, device: torch.de
     print_config(config, out=config.out, title="dflash-extract")
     console = Console(stderr=True, highlight=False)
     planned = plan_extraction(config, device)
+    if config.dry_run:
+        console.print(dry_run(config, device))
+        return
     console.print(plan_sentence(planned))
     blobs = blobs_at(config.out, config.storage_option)
-    if not config.dry_run and not exists(blobs, MANIFEST_KEY):
+    if not exists(blobs, MANIFEST_KEY):
         refuse_small_disk(blobs, estimate_bytes(planned.schema, planned.plan), {})
     crew.publish(_PLANNED, True)
     target = _load(config, device)
-    if config.dry_run:
-        console.print(estimate_sentence(config, planned, target))
-        return
     # A plan alone may be made where the target's forward takes minutes.
     checks = [] if config.plan_only else self_check(target, planned.schema.layers, planned.tokens)
     report(checks)

@@ -10,6 +10,7 @@ import torch
 from transformers import (
     AutoTokenizer,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     PreTrainedConfig,
     Qwen3_5TextConfig,
@@ -41,6 +42,10 @@ FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {
         **SHAPE, **ids, sliding_window=8, final_logit_softcapping=5.0
     ),
     "qwen3-moe": lambda **ids: Qwen3MoeConfig(**SHAPE, **MOE, **ids),
+    # Its attention keeps scores, with a sink; every second layer slides.
+    "gpt-oss": lambda **ids: GptOssConfig(
+        **SHAPE, **ids, num_local_experts=4, num_experts_per_tok=2, sliding_window=8
+    ),
     "qwen3.5-hybrid": lambda **ids: Qwen3_5TextConfig(**SHAPE, **LINEAR, **ids),
 }
 

@@ -1,0 +1,200 @@
+"""What an extraction takes of each GPU's memory and of the host's, before anything is loaded.
+
+Pure, apart from the two functions that ask how much is free. What the forward itself takes is
+extract/meta_forward.py. Letters: S slots (captured layers, and the final state if it is kept),
+T padded tokens of a batch, H hidden, V vocabulary.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dflash_offline.common.codecs import code_bytes, num_scales
+from dflash_offline.common.errors import BadInput
+from dflash_offline.common.store import EXACT, EXACT_ROWS, Schema
+from dflash_offline.extract.meta_forward import ForwardCost
+
+# cuBLAS keeps one for each of its two libraries on Hopper.
+_WORKSPACE_BYTES = 2 * (32 << 20)
+# Batches in page-locked memory, and units of packs in host memory, that the pipeline holds.
+_RING_BATCHES, POOL_UNITS = 2, 2
+# Memory that stays free, because the allocator cannot use every gap.
+_SPARE_FRAC = 0.03
+_GB = 1e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryModel:
+    """Bytes by what they are for.
+
+    Attributes:
+        device: of one GPU, at the peak; empty without one.
+        host: of this machine, for all its workers.
+        per_token: what a token more of a batch adds to `device`, or to `host` without a GPU.
+    """
+
+    device: dict[str, int]
+    host: dict[str, int]
+    per_token: int
+
+    def sentence(self, device: torch.device) -> str:
+        """Return a line for each kind of memory, with what is free."""
+        kinds = [("each GPU", self.device, free_device_bytes(device))] if self.device else []
+        kinds.append(("this machine", self.host, free_host_bytes()))
+        return "\n".join(
+            f"memory of {where}: {sum(parts.values()) / _GB:.2f} GB"
+            + ("" if free is None else f" of {free / _GB:.1f} GB free")
+            + f" ({_listed(parts)})"
+            for where, parts, free in kinds
+        )
+
+
+def memory_model(
+    schema: Schema,
+    cost: ForwardCost,
+    *,
+    dtype: torch.dtype,
+    batch_tokens: int,
+    pool_packs: int,
+    num_workers: int,
+    on_gpu: bool,
+) -> MemoryModel:
+    """Return the peak of an extraction.
+
+    A GPU's is the sum of, in bytes with e the size of an element of `dtype`,
+
+        weights      e * parameters of decoder and embedding (the head is not there)
+        activations  what `forward_cost` gives for T tokens; e * T * (4 * H + 3 * I) if dense
+        rows         2 * S * T * H, the batch's states, in memory that every batch uses
+        codes        those of the batch before, still on their way: T times S rows of codes and
+                     scales; nothing for raw and lossless
+        workspaces   64 MiB of cuBLAS
+
+    The host's is, for each worker, the packs that are filled and written, two batches of the ring,
+    and the head; or the weights while they are loaded, where that is more. Without a GPU everything
+    is in the host's memory.
+
+    Args:
+        schema: of the store.
+        cost: of the target, for a batch of `batch_tokens` tokens.
+        dtype: of the forward.
+        batch_tokens: T.
+        pool_packs: packs in memory at once, `POOL_UNITS` units of them or all that there are.
+        num_workers: of this machine.
+        on_gpu: whether workers have a GPU each.
+    """
+    size = dtype.itemsize
+    head = size * schema.vocab_size * schema.hidden
+    rows = schema.bytes_per_token() * batch_tokens
+    sent = _code_bytes(schema) * batch_tokens if schema.is_coded else rows
+    device = {
+        "weights": size * cost.num_parameters,
+        "activations": cost.activation_bytes or 0,
+        "rows": rows,
+    }
+    if schema.is_coded:
+        device["codes"] = sent
+    buffers = {
+        "packs": pool_packs * pack_bytes(schema),
+        "ring": _RING_BATCHES * sent,
+        "head": head,
+    }
+    per_token = math.ceil((sum(device.values()) - device["weights"]) / batch_tokens)
+    if not on_gpu:
+        both = {**device, **buffers}
+        host = {name: num_workers * value for name, value in both.items()}
+        return MemoryModel(device={}, host=host, per_token=num_workers * per_token)
+    device["workspaces"] = _WORKSPACE_BYTES
+    loading = {"weights while loading": device["weights"] + head}
+    largest = max(buffers, loading, key=lambda parts: sum(parts.values()))
+    host = {name: num_workers * value for name, value in largest.items()}
+    return MemoryModel(device=device, host=host, per_token=per_token)
+
+
+def check_memory(
+    model: MemoryModel, *, batch_tokens: int, device_free: int | None, host_free: int | None
+) -> None:
+    """Refuse an extraction that does not fit.
+
+    Raises:
+        BadInput: says what is needed, what is free, and what to change.
+    """
+    on_gpu = bool(model.device)
+    parts, free = (model.device, device_free) if on_gpu else (model.host, host_free)
+    where = "the GPU" if on_gpu else "this machine"
+    needed = _with_spare(parts)
+    if free is not None and needed > free:
+        most = batch_tokens - math.ceil((needed - free) / (1 + _SPARE_FRAC) / model.per_token)
+        most = most // 1024 * 1024
+        remedy = (
+            f"lower --batch-tokens to {most}"
+            if most > 0
+            else "the weights and one sample do not fit, so use a GPU with more memory or a "
+            "smaller target"
+        )
+        raise BadInput(
+            f"--batch-tokens {batch_tokens} needs {needed / _GB:.1f} GB of {where}'s memory, of "
+            f"which {free / _GB:.1f} GB are free ({_listed(parts)}); {remedy}"
+        )
+    needed = _with_spare(model.host)
+    if on_gpu and host_free is not None and needed > host_free:
+        raise BadInput(
+            f"the workers of this machine need {needed / _GB:.1f} GB of its memory, of which "
+            f"{host_free / _GB:.1f} GB are free ({_listed(model.host)}); lower --pack-tokens, "
+            "capture fewer --layers, or start fewer workers with --gpus"
+        )
+
+
+def pack_bytes(schema: Schema) -> int:
+    """Return the memory of one pack while it is filled, rows stored exactly apart."""
+    return sum(
+        math.prod(spec.shard) * np.dtype(spec.dtype).itemsize
+        for name, spec in schema.arrays.items()
+        if name in schema.state_arrays and name not in (EXACT, EXACT_ROWS)
+    )
+
+
+def free_device_bytes(device: torch.device) -> int | None:
+    """Return the free memory of a GPU, None on a CPU."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+
+
+def free_host_bytes() -> int | None:
+    """Return the memory that this process may still take; None where the system does not say."""
+    available = None
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        available = int(lines["MemAvailable"].split()[0]) << 10
+    group = Path("/sys/fs/cgroup")
+    limit, used = group / "memory.max", group / "memory.current"
+    if limit.exists() and (most := limit.read_text().strip()) != "max":
+        left = max(0, int(most) - int(used.read_text()))
+        # Cached files count as used, and go when memory is asked for.
+        left += _cached_bytes(group / "memory.stat")
+        available = left if available is None else min(available, left)
+    return available
+
+
+def _cached_bytes(stat: Path) -> int:
+    values: Mapping[str, str] = dict(line.split() for line in stat.read_text().splitlines())
+    return int(values.get("inactive_file", 0)) + int(values.get("active_file", 0))
+
+
+def _code_bytes(schema: Schema) -> int:
+    """Return the bytes of one token's codes and scales."""
+    width = code_bytes(schema.codec, schema.hidden) + 2 * num_scales(schema.codec, schema.hidden)
+    has_final = schema.num_slots - len(schema.layers)
+    return len(schema.layers) * width + has_final * (schema.hidden + 2)
+
+
+def _with_spare(parts: Mapping[str, int]) -> int:
+    return int(sum(parts.values()) * (1 + _SPARE_FRAC))
+
+
+def _listed(parts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {size / _GB:.2f}" for name, size in parts.items())

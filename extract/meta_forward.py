@@ -1,0 +1,179 @@
+"""What a forward of a target takes, from its configuration alone: its own code on the meta device.
+
+No weight is read and nothing is computed; tensors have shapes, and their sizes are added up while
+they live. Letters: T padded tokens, H hidden, I width of the MLP.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+# Ask for a value, which nothing has here; each asks whether a batch is free of padding.
+_VALUES = ("aten::is_nonzero", "aten::item", "aten::_local_scalar_dense")
+_LINEAR_ATTENTION = "linear_attn"
+_CHUNK_TOKENS = 64
+# Grouped products on the meta device know no other; in float32 everything is twice as large.
+_MEASURED = torch.bfloat16
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardCost:
+    """Sizes of a target and of one forward of its decoder.
+
+    Attributes:
+        num_parameters: of the decoder and its embedding, without the head.
+        activation_bytes: largest sum of everything alive during the forward beside weights; None
+            where the model's code does not run without values.
+        flops_per_token: multiplications and additions of the matrices that a token meets.
+    """
+
+    num_parameters: int
+    activation_bytes: int | None
+    flops_per_token: int
+
+
+def forward_cost(
+    config: PreTrainedConfig,
+    *,
+    dtype: torch.dtype,
+    num_tokens: int,
+    max_length: int,
+    trust_remote_code: bool = False,
+) -> ForwardCost:
+    """Return what a forward of `num_tokens` padded tokens takes, in samples of `max_length`.
+
+    For a dense decoder (with scaled_dot_product_attention, which keeps no scores) the activations
+    are `element_size * T * (4 * H + 3 * I)`: the embeddings, a layer's input, its residual and its
+    normed state, then gate, up and their product. Mixtures of experts, soft-caps, sinks and sliding
+    windows have terms of their own, which is why the code is run instead of a formula.
+
+    Linear attention is taken to run in flash-linear-attention's kernels; see `_fla_elements`.
+
+    Args:
+        config: text configuration of the target.
+        dtype: of weights and activations.
+        num_tokens: T, padding included.
+        max_length: tokens of a sample; where scores are kept, the longest samples cost most.
+        trust_remote_code: whether code shipped with the checkpoint may run.
+    """
+    length = min(max_length, num_tokens)
+    num_samples = num_tokens // length
+    with torch.device("meta"):
+        causal = AutoModelForCausalLM.from_config(
+            config, dtype=_MEASURED, trust_remote_code=trust_remote_code
+        )
+        ids = torch.zeros(num_samples, length, dtype=torch.int64)
+    base = causal.eval().get_decoder()
+    for module in base.modules():
+        linear = dict(module.named_children()).get(_LINEAR_ATTENTION)
+        if linear is not None:
+            linear.forward = _in_fla(linear, config)
+    weights = list(base.parameters())
+    live = _LiveBytes([*weights, *base.buffers()])
+    try:
+        with torch.no_grad(), _FusedAttention(), live:
+            base(input_ids=ids, use_cache=False)
+        tokens = num_samples * length * _MEASURED.itemsize
+        activation_bytes = live.peak * num_tokens * dtype.itemsize // tokens
+    except (RuntimeError, NotImplementedError):
+        activation_bytes = None
+    return ForwardCost(
+        num_parameters=sum(weight.numel() for weight in weights),
+        activation_bytes=activation_bytes,
+        flops_per_token=2 * _active_parameters(base, config),
+    )
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Add up the storages that exist, and remember the largest sum."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()
+        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._now = 0
+        self.peak = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func._schema.name in _VALUES:
+            return True
+        result = func(*args, **(kwargs or {}))
+        for key in [key for key, (storage, _) in self._alive.items() if storage.expired()]:
+            self._now -= self._alive.pop(key)[1]
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                key = storage._cdata
+                if key not in self._known and key not in self._alive:
+                    self._alive[key] = StorageWeakRef(storage), storage.nbytes()
+                    self._now += storage.nbytes()
+        self.peak = max(self.peak, self._now)
+        return result
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Scores of attention exist nowhere in a GPU's memory; the meta device would make them."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        query, _key, value = args[:3]
+        batch, heads, length, _ = query.shape
+        # Token-major in memory, as the fused kernels write it.
+        return query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
+
+
+def _in_fla(module: nn.Module, config: PreTrainedConfig) -> Callable[..., Tensor]:
+    elements = _fla_elements(config)
+
+    def forward(hidden_states: Tensor, **_rest: Any) -> Tensor:
+        kept = hidden_states.new_empty(hidden_states.shape[:2].numel() * elements)
+        out = torch.empty_like(hidden_states)
+        del kept
+        return out
+
+    return forward
+
+
+def _fla_elements(config: PreTrainedConfig) -> int:
+    """Return the elements a token that a GatedDeltaNet layer keeps at its peak in fla's kernels.
+
+    Projected and convolved q, k, v; the gate z; q and k repeated for every value head and then
+    normalised; the inverse of each chunk's triangle; w, u, v' and the output; a state a chunk.
+    """
+    heads, key, value = (
+        config.linear_num_value_heads,
+        config.linear_key_head_dim,
+        config.linear_value_head_dim,
+    )
+    projected = 2 * config.linear_num_key_heads * key + heads * value
+    chunk = heads * _CHUNK_TOKENS + heads * key + 3 * heads * value
+    state = heads * key * value // _CHUNK_TOKENS
+    return projected + heads * value + 4 * heads * key + chunk + state
+
+
+def _active_parameters(base: nn.Module, config: PreTrainedConfig) -> int:
+    """Return the weights that a token meets: all but the embedding and the experts not chosen."""
+    # Only mixtures of experts have these keys, under either name.
+    num_experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", 1)
+    chosen = getattr(config, "num_experts_per_tok", num_experts) if num_experts else 1
+    count = 0
+    for name, weight in base.named_parameters():
+        if weight is base.get_input_embeddings().weight:
+            continue
+        is_expert = ".experts." in name and num_experts
+        count += weight.numel() * chosen // num_experts if is_expert else weight.numel()
+    return count
