@@ -79,3 +79,16 @@ def test_same_rows_on_a_gpu(stores):
     given, moved = built([raw, coded], [draw(0, 1), draw(1, 4)], "cuda", torch.bfloat16)
     rows = [expected(raw, given, 0, 1), expected(coded, given, 1, 4)]
     assert torch.equal(moved.features.cpu(), torch.cat(rows))
+
+
+def test_documents_that_are_decoded_alike_share_their_buffers(stores):
+    raw, coded = stores
+    draws = [draw(1, 0), draw(1, 2), draw(0, 1), draw(0, 3), draw(1, 4)]
+    given, _ = built([raw, coded], draws)
+    assert [part.codec for part in given.features.parts] == ["int4", "raw", "int4"]
+    lengths = given.tables.context_lengths
+    assert [part.num_tokens for part in given.features.parts] == [
+        sum(lengths[:2]),
+        sum(lengths[2:4]),
+        lengths[4],
+    ]

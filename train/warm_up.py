@@ -1,0 +1,73 @@
+"""Every kernel of a step compiled before the first: small passes through all of it.
+
+Letters: T tokens, K captured layers, H hidden.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from dflash_offline.kernels.coded_states import CODE_BYTES, GROUP, CodedStates
+from dflash_offline.train.anchors import AnchoredDocument
+from dflash_offline.train.documents import LoadedDocument, StreamOptions
+from dflash_offline.train.drafter import Drafter
+from dflash_offline.train.objective import Objective
+from dflash_offline.train.step import accumulate
+from dflash_offline.train.stream import assemble
+from dflash_offline.train.target_head import TargetHead
+
+
+def warm_up_step(
+    drafter: Drafter,
+    head: TargetHead,
+    objective: Objective,
+    options: StreamOptions,
+    *,
+    codecs: Iterable[str],
+) -> None:
+    """Run a pass of two blocks for each kind of states; gradients are zero afterwards.
+
+    Args:
+        codecs: of the stores to come.
+    """
+    size = options.layout.block_size
+    hidden, length = drafter.config.hidden_size, 4 * size
+    for codec in set(codecs):
+        kinds = (False, True) if codec in CODE_BYTES else (False,)
+        documents = [
+            LoadedDocument(
+                anchored=AnchoredDocument(
+                    tokens=np.zeros(length, np.int32),
+                    supervised=np.ones(length, bool),
+                    anchors=np.array([size, 2 * size]),
+                ),
+                features=_blank(codec, len(options.layers), length, hidden, exact=exact),
+                final=torch.zeros(length, hidden, dtype=torch.bfloat16),
+            )
+            for exact in kinds
+        ]
+        accumulate(drafter, head, objective, [assemble([each], options) for each in documents])
+    for parameter in drafter.parameters():
+        if parameter.grad is not None:
+            parameter.grad.zero_()
+
+
+def _blank(codec: str, layers: int, tokens: int, hidden: int, *, exact: bool) -> CodedStates:
+    """Return states of zeros [K, T, H] as a store has them, with or without an exact row."""
+    if codec not in CODE_BYTES:
+        values = torch.zeros(layers, tokens, hidden, dtype=torch.bfloat16)
+        return CodedStates(codec="raw", values=values)
+    up, down = CODE_BYTES[codec]
+    dtype = torch.int8 if codec == "int8" else torch.uint8
+    groups = hidden // GROUP if codec == "int4" else 1
+    return CodedStates(
+        codec=codec,
+        values=torch.zeros(layers, tokens, hidden * up // down, dtype=dtype),
+        scales=torch.ones(layers, tokens, groups, dtype=torch.bfloat16),
+        mean=torch.zeros(layers, hidden),
+        gain=torch.ones(layers, hidden),
+        codebook=torch.zeros(8) if codec == "int3" else None,
+        exact_slot=torch.full((layers, tokens), -1, dtype=torch.int32),
+        exact=torch.zeros(int(exact), hidden, dtype=torch.bfloat16),
+    )
