@@ -16,5 +16,5 @@ main = command(
       dflash-train --cache cache/qwen3 --out runs/first \\
         --draft-layers 5 --block-size 16 --num-epochs 6
     """,
-    run="dflash_offline.train.loop:train",
+    run="dflash_offline.train.start:start",
 )

@@ -180,6 +180,11 @@ class TrainConfig:
     seed: int = option(
         0, help="Seed of weights, sample order and anchors.", type=click.IntRange(0, 2**63 - 1)
     )
+    gpus: str = option(
+        "all",
+        help="Processes on this machine, one for each GPU; without GPUs, on the CPU.",
+        metavar="all|N",
+    )
     device: str = option("auto", help="Where to train.", type=click.Choice(["auto", "cpu", "cuda"]))
     dtype: str = option(
         "auto",

@@ -4,11 +4,14 @@ A job of one process needs no process group; every function is then the identity
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+from dflash_offline.common.errors import Stopped
 
 # torch 2.13 renamed these two and warns of the old names, which earlier ones have alone.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -29,6 +32,18 @@ class World:
     def is_first(self) -> bool:
         """Whether this process writes logs and checkpoints."""
         return self.rank == 0
+
+
+@contextmanager
+def _with_the_others() -> Iterator[None]:
+    """Turn what a collective raises when another process is gone into `Stopped`."""
+    try:
+        yield
+    except RuntimeError as problem:
+        raise Stopped(
+            f"another process of the job is gone ({str(problem).splitlines()[0]}); the same "
+            "command goes on from the newest checkpoint"
+        ) from problem
 
 
 def join_world(device_type: str) -> World:
@@ -71,12 +86,20 @@ def sum_to_owners(flat: torch.Tensor, mine: torch.Tensor) -> None:
         flat: one part for each process, in the order of ranks; undefined afterwards but for mine.
         mine: view of this process's part.
     """
-    _reduce_scatter(mine, flat)
+    with _with_the_others():
+        _reduce_scatter(mine, flat)
 
 
 def gather_from_owners(flat: torch.Tensor, mine: torch.Tensor) -> None:
     """Fill every process's part of `flat` with what that process has there; see `sum_to_owners`."""
-    _all_gather(flat, mine)
+    with _with_the_others():
+        _all_gather(flat, mine)
+
+
+def from_rank(tensor: torch.Tensor, rank: int) -> None:
+    """Fill a tensor with what one process has there."""
+    with _with_the_others():
+        dist.broadcast(tensor, src=rank)
 
 
 def gather_objects(value: object, world: World) -> list[object]:
@@ -84,7 +107,8 @@ def gather_objects(value: object, world: World) -> list[object]:
     if world.size == 1:
         return [value]
     values: list[object] = [None] * world.size
-    dist.all_gather_object(values, value)
+    with _with_the_others():
+        dist.all_gather_object(values, value)
     return values
 
 
@@ -93,8 +117,9 @@ def sum_numbers(values: Sequence[float], world: World, device: torch.device) -> 
     if world.size == 1:
         return list(values)
     shared = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(shared)
-    return shared.tolist()
+    with _with_the_others():
+        dist.all_reduce(shared)
+        return shared.tolist()
 
 
 def largest(value: float, world: World, device: torch.device) -> float:
@@ -102,17 +127,20 @@ def largest(value: float, world: World, device: torch.device) -> float:
     if world.size == 1:
         return value
     shared = torch.tensor(value, dtype=torch.float64, device=device)
-    dist.all_reduce(shared, op=dist.ReduceOp.MAX)
-    return float(shared.item())
+    with _with_the_others():
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+        return float(shared.item())
 
 
 def _reduce(bucket: list[torch.Tensor]) -> None:
     if not bucket:
         return
     if len(bucket) == 1:
-        dist.all_reduce(bucket[0])
+        with _with_the_others():
+            dist.all_reduce(bucket[0])
         return
     flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-    dist.all_reduce(flat)
+    with _with_the_others():
+        dist.all_reduce(flat)
     for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
         tensor.copy_(part.view_as(tensor))

@@ -9,10 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from dflash_offline.train.distributed import World, gather_from_owners, sum_to_owners
+from dflash_offline.train.distributed import (
+    World,
+    from_rank,
+    gather_from_owners,
+    sum_to_owners,
+)
 
 # Every parameter starts at a multiple of so many elements: vector loads and descriptors want it.
 _ALIGNMENT = 128
@@ -84,7 +88,7 @@ class FlatParameters:
             assert mine is not None
             return mine
         given = torch.empty_like(like) if mine is None else mine
-        dist.broadcast(given, src=self.plan.owner[name])
+        from_rank(given, self.plan.owner[name])
         return given
 
     def _is_mine(self, name: str) -> bool:

@@ -47,7 +47,7 @@ _CHECK_S = 0.5
 
 
 def train(config: TrainConfig) -> Path:
-    """Run `dflash-train`.
+    """Run `dflash-train` in this process, alone or in its place in a job.
 
     Returns:
         The folder of the final drafter.
@@ -62,6 +62,11 @@ def train(config: TrainConfig) -> Path:
         run = Run(prepare(config, world))
         with _signals() as stop:
             return run.to_the_end(stop)
+    except (BadInput, Stopped) as problem:
+        if world.is_first:
+            raise
+        # All processes come to it, and one line is enough.
+        raise SystemExit(problem.exit_code) from None
     finally:
         leave_world()
 

@@ -15,9 +15,7 @@ import torch
 from dflash_offline.common.cache import Cache
 from dflash_offline.common.errors import BadInput
 from dflash_offline.common.options import config_as_dict
-from dflash_offline.kernels import block_attention
 from dflash_offline.kernels.block_attention import table_sizes
-from dflash_offline.kernels.feature_noise import feature_noise
 from dflash_offline.kernels.head_rows import warm_up_loss
 from dflash_offline.train.checkpoint import FINAL, RunState, check_learned, checkpoints, load_state
 from dflash_offline.train.config import TrainConfig
@@ -45,13 +43,14 @@ from dflash_offline.train.sources import (
 )
 from dflash_offline.train.stream import StreamOptions
 from dflash_offline.train.target_head import TargetHead, load_target_head
+from dflash_offline.train.warm_up import warm_up_step
 
 _DEFAULT_EPOCHS = 6.0
 # Options that change nothing of what a step learns from.
 _FREE_OPTIONS = {
     "cache", "out", "resume", "partial", "damaged", "rows_per_pass", "num_epochs", "num_steps",
     "max_minutes", "schedule_over", "device", "export_dtype", "log_every", "eval_every",
-    "eval_anchors",
+    "eval_anchors", "gpus",
     "checkpoint_every", "keep_checkpoints", "init_from", "draft_config", "mask_token_id",
     "storage_option", "read_cache", "read_cache_gb",
 }  # fmt: skip
@@ -109,22 +108,8 @@ class Setup:
         """Compile every kernel of the run's shapes before the first step."""
         if self.device.type != "cuda":
             return
-        shape = self.drafter.config
-        kinds = {(shape.window(i), shape.layer_causal[i]) for i in range(shape.num_hidden_layers)}
-        for window, causal in kinds:
-            block_attention.warm_up(
-                num_q_heads=shape.num_attention_heads,
-                num_kv_heads=shape.num_key_value_heads,
-                head_dim=shape.head_dim,
-                block_size=shape.block_size,
-                windows=(window,),
-                causal=causal,
-                dtype=self.dtype,
-                device=self.device,
-            )
-        width = len(shape.target_layer_ids) * shape.hidden_size
-        row = torch.zeros(1, width, dtype=self.dtype, device=self.device)
-        feature_noise(row, torch.zeros(1, dtype=torch.int32, device=self.device), width=1.0)
+        codecs = [cache.schema.codec for cache in self.caches]
+        warm_up_step(self.drafter, self.head, self.objective, self.stream_options, codecs=codecs)
         warm_up_loss(
             lambda x, labels: row_losses(self.head, x, labels, x.detach(), self.objective).loss,
             self.head.weight,

@@ -1,14 +1,18 @@
 """Several processes give what one gives: sums, gradients, and a whole run."""
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from dflash_offline.train.checkpoint import checkpoints, load_state
 from dflash_offline.train.cli import main
 from dflash_offline.train.distributed import World, gather_objects, largest, sum_over_ranks
 
@@ -148,6 +152,38 @@ def test_a_run_is_the_same_at_any_world_size(small_store, tmp_path: Path):
             main([*flat, "--out", str(out)])
         assert end.value.code == 0
         compare(records_of(out), whole)
+
+
+@pytest.mark.slow
+def test_a_lost_worker_is_named_and_the_same_command_goes_on(small_store, tmp_path: Path):
+    out = tmp_path / "run"
+    command = [
+        *(sys.executable, "-c", "from dflash_offline.train.cli import main; main()"),
+        *("--cache", small_store[0], "--out", str(out), "--gpus", "2", "--device", "cpu"),
+        *("--draft-layers", "1", "--block-size", "4", "--mask-token-id", "96"),
+        *("--samples-per-step", "4", "--log-every", "1", "--checkpoint-every", "2"),
+    ]
+    endless = [*command, "--num-steps", "100000", "--lr-schedule", "constant"]
+    launcher = subprocess.Popen(endless, stderr=subprocess.PIPE, text=True)
+    log = out / "log.jsonl"
+    end = time.monotonic() + 200
+    while not (log.exists() and log.read_text().count('"kind": "train"') > 3):
+        assert time.monotonic() < end, "no steps"
+        time.sleep(0.2)
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    assert len(children) == 2
+    os.kill(int(children[1]), signal.SIGKILL)
+    killed = time.monotonic()
+    _, shown = launcher.communicate(timeout=60)
+    assert launcher.returncode == 3, shown[-2000:]
+    assert time.monotonic() - killed < 10
+    assert "worker 1 (rank 1 of 2, cpu) was ended by SIGKILL" in shown.splitlines()[-1]
+    step = load_state(checkpoints(out)[-1]).step
+    again = [*command, "--num-steps", str(step + 2), "--lr-schedule", "constant"]
+    done = subprocess.run(again, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stderr.count("going on from") == 1
+    assert records_of(out)[-2]["step"] == step + 2
 
 
 def records_of(out: Path) -> list[dict]:
