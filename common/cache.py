@@ -22,6 +22,7 @@ from dflash_offline.common.pack_arrays import (
     bits_of,
     read_encoded,
     read_rows,
+    read_topk,
 )
 from dflash_offline.common.pack_index import PackIndex, read_pack_index, read_record
 from dflash_offline.common.pack_reader import read_chunks, read_flat
@@ -44,6 +45,7 @@ from dflash_offline.common.store import (
     stated_digests,
 )
 from dflash_offline.common.store_size import estimate_bytes
+from dflash_offline.common.topk import TopK
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +64,7 @@ class Document:
     loss_mask: np.ndarray  # uint8 [T], LossMask bits
     features: np.ndarray  # uint16 [K, T, H], bfloat16 bit patterns
     final: np.ndarray | None  # uint16 [T, H]
+    topk: TopK | None = None
 
     def features_torch(self) -> "torch.Tensor":
         """Return the features as bfloat16 [K, T, H], sharing memory."""
@@ -84,6 +87,7 @@ class CodedDocument:
     loss_mask: np.ndarray  # uint8 [T], LossMask bits
     states: "EncodedStates"  # of T tokens
     slots: tuple[int, ...]  # row of the calibration of each layer in `states`
+    topk: TopK | None = None
 
 
 class Cache:
@@ -166,11 +170,12 @@ class Cache:
             arrays = self.record(pack)["arrays"]
             read = self._reader(pack, arrays)
             codes = read_encoded(read, self.schema, slots=slots, tokens=tokens)
-            parts[pack] = tokens.start, self._read_tokens(pack, arrays), codes
+            best = read_topk(read, self.schema, tokens=tokens)
+            parts[pack] = tokens.start, self._read_tokens(pack, arrays), codes, best
         documents = []
         for index in indices:
             sample = self.plan.samples[index]
-            first, (ids, mask), codes = parts[sample.pack]
+            first, (ids, mask), codes, best = parts[sample.pack]
             stop = sample.start + sample.length
             documents.append(
                 CodedDocument(
@@ -181,6 +186,7 @@ class Cache:
                     loss_mask=mask[sample.start : stop],
                     states=codes.rows(sample.start - first, stop - first),
                     slots=tuple(slots),
+                    topk=None if best is None else best[sample.start - first : stop - first],
                 )
             )
         return documents
@@ -296,7 +302,12 @@ class Cache:
                 final = read_rows(read, arrays[FINAL], FINAL, slots=[0], tokens=tokens)[0]
         ids, mask = self._read_tokens(pack, stated)
         return _PackPart(
-            first_token=tokens.start, tokens=ids, loss_mask=mask, features=features, final=final
+            first_token=tokens.start,
+            tokens=ids,
+            loss_mask=mask,
+            features=features,
+            final=final,
+            topk=read_topk(read, self.schema, tokens=tokens),
         )
 
     def _decoded(
@@ -319,6 +330,7 @@ class Cache:
             loss_mask=part.loss_mask[whole],
             features=part.features[:, rows],
             final=None if part.final is None else part.final[rows],
+            topk=None if part.topk is None else part.topk[rows],
         )
 
 
@@ -329,6 +341,7 @@ class _PackPart:
     loss_mask: np.ndarray  # uint8 [pack_tokens]
     features: np.ndarray  # uint16 [K, part, H]
     final: np.ndarray | None  # uint16 [part, H]
+    topk: TopK | None
 
 
 def open_cache(

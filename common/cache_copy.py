@@ -38,6 +38,7 @@ from dflash_offline.common.store import (
     shard_key,
 )
 from dflash_offline.common.store_writer import Store, own
+from dflash_offline.common.topk import joined_topk
 from dflash_offline.common.where import select
 
 _COPY_BYTES = 16 << 20
@@ -135,13 +136,16 @@ def _copy_content(cache: Cache, config: CopyConfig) -> int:
         for pack in track(todo, "copy", transient=True):
             if schema.is_coded and schema.codec == cache.schema.codec:
                 coded = cache.read_codes(groups[pack], layers)
-                store.commit_pack(pack, EncodedStates.joined([d.states for d in coded]))
+                states = EncodedStates.joined([d.states for d in coded])
+                store.commit_pack(pack, states, topk=joined_topk([d.topk for d in coded]))
                 continue
             documents = cache.read_many(groups[pack], layers)
             features = np.concatenate([d.features for d in documents], axis=1)
             finals = [d.final for d in documents if d.final is not None]
             has_final = FINAL in schema.state_arrays
-            store.commit_pack(pack, features, np.concatenate(finals) if has_final else None)
+            final = np.concatenate(finals) if has_final else None
+            best = joined_topk([d.topk for d in documents])
+            store.commit_pack(pack, features, final, topk=best)
     return plan.num_packs
 
 

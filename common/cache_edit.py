@@ -28,6 +28,7 @@ from dflash_offline.common.store import (
     shard_key,
 )
 from dflash_offline.common.store_writer import Store, own
+from dflash_offline.common.topk import TopK
 from dflash_offline.common.where import select
 
 
@@ -124,34 +125,35 @@ def _rewrite_without(store: Store, cache: Cache, pack: int, gone: set[int]) -> N
     members = store.pack_samples(pack)
     readable = [index for index in members if index in cache.samples and index not in gone]
     documents = {d.index: d for d in cache.read_many(readable)} if readable else {}
-    features, final = _lay_out(cache, members, documents)
+    features, final, best = _lay_out(cache, members, documents)
     reasons = {i: cache.record(pack)["quarantined"].get(i, "removed") for i in members}
     tokens, masks = (
         {i: getattr(d, name) for i, d in documents.items()} for name in ("tokens", "loss_mask")
     )
     store.drop_packs({pack})
     store.rewrite_tokens(pack, tokens, masks)
-    store.commit_pack(
-        pack, features, final, quarantined={i: r for i, r in reasons.items() if i not in documents}
-    )
+    gone_now = {i: r for i, r in reasons.items() if i not in documents}
+    store.commit_pack(pack, features, final, topk=best, quarantined=gone_now)
 
 
 def _lay_out(
     cache: Cache, members: list[int], documents: dict[int, Any]
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return states [K, tokens, H] and [tokens, H] of a pack; zeros where a document is missing."""
+) -> tuple[np.ndarray, np.ndarray | None, TopK | None]:
+    """Return states [K, tokens, H] and [tokens, H] and best tokens; zeros without a document."""
     schema = cache.schema
     lengths = [cache.plan.samples[index].length for index in members]
     features = np.zeros((len(schema.layers), sum(lengths), schema.hidden), np.uint16)
     final = np.zeros(features.shape[1:], np.uint16) if FINAL in schema.state_arrays else None
+    k, best = schema.num_topk, []
     start = 0
     for index, length in zip(members, lengths, strict=True):
+        best.append(documents[index].topk if index in documents else TopK.zeros(length, k))
         if index in documents:
             features[:, start : start + length] = documents[index].features
             if final is not None:
                 final[start : start + length] = documents[index].final
         start += length
-    return features, final
+    return features, final, TopK.joined(best) if k else None
 
 
 def _remove_store(config: RemoveConfig) -> None:

@@ -14,8 +14,9 @@ from dflash_offline.common.cache import Cache, open_cache
 from dflash_offline.common.cache_cli import InfoConfig, PreviewConfig
 from dflash_offline.common.calibration_file import read_codec_report
 from dflash_offline.common.errors import BadInput
-from dflash_offline.common.store import LICENCE_FILES, supervised
+from dflash_offline.common.store import supervised
 
+_LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt")
 _HISTOGRAM_BINS = 8
 _BAR_CHARACTERS = 40
 
@@ -105,7 +106,7 @@ def _by_source(
 
 
 def _licence(cache: Cache) -> str:
-    for name in LICENCE_FILES:
+    for name in _LICENCE_FILES:
         try:
             lines = cache.blobs.read(f"target/{name}").decode(errors="replace").split("\n")
         except FileNotFoundError:

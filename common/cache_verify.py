@@ -22,7 +22,14 @@ from dflash_offline.common.codecs import codec_named
 from dflash_offline.common.errors import DamagedStore, FoundProblems
 from dflash_offline.common.pack_index import damaged_indexes
 from dflash_offline.common.shards import BadShard, decode_chunk, index_bytes, parse_index
-from dflash_offline.common.store import LOSS_MASK, TARGET, TOKENS, shard_key
+from dflash_offline.common.store import (
+    LOSS_MASK,
+    TARGET,
+    TOKENS,
+    TOPK_IDS,
+    TOPK_LOGPROBS,
+    shard_key,
+)
 
 # Exponent bits all ones: infinity or not a number.
 _BFLOAT16_EXPONENT = 0x7F80
@@ -177,6 +184,12 @@ def _check_values(name: str, number: int, values: np.ndarray, vocab_size: int) -
     elif name == LOSS_MASK:
         if values.max() >= 64:
             raise BadShard("mask bits that mean nothing")
+    elif name == TOPK_IDS:
+        if values.min() < 0 or values.max() >= vocab_size:
+            raise BadShard(f"best tokens outside 0 to {vocab_size - 1}")
+    elif name == TOPK_LOGPROBS:
+        if not (values <= 0).all() or np.isinf(values).any():
+            raise BadShard(f"inner chunk {number} holds log-probabilities that are none")
     elif values.dtype == np.uint16:
         bad = np.flatnonzero((values & _BFLOAT16_EXPONENT) == _BFLOAT16_EXPONENT)
         if len(bad):

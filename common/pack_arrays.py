@@ -17,9 +17,12 @@ from dflash_offline.common.store import (
     FINAL,
     FINAL_SCALES,
     SCALES,
+    TOPK_IDS,
+    TOPK_LOGPROBS,
     ArraySpec,
     Schema,
 )
+from dflash_offline.common.topk import TopK
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +40,7 @@ def state_arrays(
     *,
     is_first: np.ndarray,
     calibration: "Calibration | None",
+    topk: TopK | None = None,
 ) -> dict[str, np.ndarray]:
     """Return what is written for a pack, by array; encodes states where codes are stored.
 
@@ -45,7 +49,23 @@ def state_arrays(
         final: uint16 [T, H], for stores with that teacher.
         is_first: bool [T], position 0 of a sample.
         calibration: of an int store.
+        topk: for stores with that teacher.
     """
+    best = {} if topk is None else {TOPK_IDS: topk.ids, TOPK_LOGPROBS: topk.logprobs}
+    for name, values in best.items():
+        assert values.shape == (len(is_first), schema.num_topk), f"{name} {values.shape}"
+    states = _state_arrays(schema, features, final, is_first=is_first, calibration=calibration)
+    return states | best
+
+
+def _state_arrays(
+    schema: Schema,
+    features: "np.ndarray | EncodedStates",
+    final: np.ndarray | None,
+    *,
+    is_first: np.ndarray,
+    calibration: "Calibration | None",
+) -> dict[str, np.ndarray]:
     if not isinstance(features, np.ndarray):
         assert features.num_tokens == len(is_first), f"{features.num_tokens}, not {len(is_first)}"
         return coded_arrays(schema, features)
@@ -117,6 +137,17 @@ def read_rows(
     ]
     read(name, wanted)
     return out[:, tokens.start - first * size :][:, : len(tokens)]
+
+
+def read_topk(read: ReadChunks, schema: Schema, *, tokens: range) -> TopK | None:
+    """Return the teacher's best tokens at some tokens of a pack, where the store has them."""
+    if not schema.num_topk:
+        return None
+    ids, logprobs = (
+        read_rows(read, schema.arrays[name], name, slots=[0], tokens=tokens)[0]
+        for name in (TOPK_IDS, TOPK_LOGPROBS)
+    )
+    return TopK(ids=ids, logprobs=logprobs)
 
 
 def read_encoded(

@@ -14,31 +14,22 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from dflash_offline.common import records
+from dflash_offline.common import codecs, records
 from dflash_offline.common.blobs import Blobs
-from dflash_offline.common.codecs import (
-    INT_CODECS,
-    check_codec,
-    code_bytes,
-    codec_named,
-    num_scales,
-)
 from dflash_offline.common.errors import BadInput, DamagedStore, MissingStore
 from dflash_offline.common.identity import Identity
 from dflash_offline.common.shards import array_metadata
 
-FORMAT = 1
-ATTRIBUTE = "dflash_offline"
-GROUP_KEY = "zarr.json"
-MANIFEST_KEY = "manifest.json"
+FORMAT, ATTRIBUTE = 1, "dflash_offline"
+GROUP_KEY, MANIFEST_KEY = "zarr.json", "manifest.json"
 FEATURES, FINAL, TOKENS, LOSS_MASK = "features", "final", "tokens", "loss_mask"
 # Of the int codecs, whose `features` and `final` are codes.
 SCALES, FINAL_SCALES, EXACT, EXACT_ROWS = "scales", "final_scales", "exact", "exact_rows"
+TOPK_IDS, TOPK_LOGPROBS = "topk_ids", "topk_logprobs"
 CALIBRATION = "calibration"
 CALIBRATION_KEY, CODEC_REPORT_KEY = "calibration/c/0/0/0", "calibration/report.json"
 CALIBRATION_MANIFEST_KEY = "calibration/manifest.json"
 PLAN, TARGET, COMMIT, LOGS = "plan", "target", "commit", "logs"
-LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt")
 
 _CHUNK_BYTES = 8 << 20
 _MIN_CHUNK_TOKENS = 64
@@ -180,17 +171,17 @@ class Schema:
     vocab_size: int
     pack_tokens: int
     codec: str = "lossless"
-    teacher: str = "none"  # or "final": the state that lm_head consumes
+    teacher: str = "none"  # or "final": what lm_head consumes; "topk:K": its K best tokens
 
     def __post_init__(self) -> None:
-        check_codec(self.codec, self.hidden)
+        codecs.check_codec(self.codec, self.hidden)
         rounded = -(-self.pack_tokens // self.chunk_tokens) * self.chunk_tokens
         object.__setattr__(self, "pack_tokens", rounded)
 
     @property
     def chunk_tokens(self) -> int:
         """Tokens of an inner chunk: the power of two nearest 8 MiB, from 64 to a pack."""
-        row_bytes = code_bytes(self.codec, self.hidden) if self.is_coded else 2 * self.hidden
+        row_bytes = codecs.code_bytes(self.codec, self.hidden) if self.is_coded else 2 * self.hidden
         exponent = round(np.log2(_CHUNK_BYTES / row_bytes))
         largest = 1 << (self.pack_tokens.bit_length() - 1)
         return max(_MIN_CHUNK_TOKENS, min(1 << exponent, largest))
@@ -198,7 +189,7 @@ class Schema:
     @property
     def is_coded(self) -> bool:
         """Whether states are codes, which need a calibration."""
-        return self.codec in INT_CODECS
+        return self.codec in codecs.INT_CODECS
 
     @property
     def num_slots(self) -> int:
@@ -206,28 +197,36 @@ class Schema:
         return len(self.layers) + (self.teacher == "final")
 
     @property
+    def num_topk(self) -> int:
+        """Tokens that the teacher keeps of each prediction; 0 without such a teacher."""
+        return int(self.teacher.removeprefix("topk:")) if ":" in self.teacher else 0
+
+    @property
     def state_arrays(self) -> tuple[str, ...]:
         """Names of the arrays that a pack's commit writes."""
         states = (FEATURES, FINAL) if self.teacher == "final" else (FEATURES,)
+        best = (TOPK_IDS, TOPK_LOGPROBS) if self.num_topk else ()
         if not self.is_coded:
-            return states
+            return (*states, *best)
         scales = (SCALES, FINAL_SCALES) if self.teacher == "final" else (SCALES,)
-        return (*states, *scales, EXACT_ROWS, EXACT)
+        return (*states, *scales, EXACT_ROWS, EXACT, *best)
 
     @property
     def arrays(self) -> dict[str, "ArraySpec"]:
         """Every array of the store."""
-        t, c, k, h = self.pack_tokens, self.chunk_tokens, len(self.layers), self.hidden
+        t, c, n = self.pack_tokens, self.chunk_tokens, self.num_topk
+        k, h = len(self.layers), self.hidden
         specs = {
             TOKENS: ArraySpec((t,), (t,), "int32", "raw"),
             LOSS_MASK: ArraySpec((t,), (t,), "uint8", "raw"),
+            TOPK_IDS: ArraySpec((t, n), (c, n), "int32", "lossless"),
+            TOPK_LOGPROBS: ArraySpec((t, n), (c, n), "float32", "lossless"),
         }
         if self.is_coded:
-            w, g, rows = code_bytes(self.codec, h), num_scales(self.codec, h), self.num_slots * t
+            w, g = codecs.code_bytes(self.codec, h), codecs.num_scales(self.codec, h)
+            rows = self.num_slots * t
             specs |= {
-                FEATURES: ArraySpec(
-                    (k, t, w), (1, c, w), "int8" if self.codec == "int8" else "uint8", "raw"
-                ),
+                FEATURES: ArraySpec((k, t, w), (1, c, w), "int8" if w == h else "uint8", "raw"),
                 FINAL: ArraySpec((t, h), (c, h), "int8", "raw"),
                 SCALES: ArraySpec((k, t, g), (1, t, g), "uint16", "raw"),
                 FINAL_SCALES: ArraySpec((t, 1), (t, 1), "uint16", "raw"),
@@ -246,7 +245,7 @@ class Schema:
         """Return the zarr.json of one array."""
         spec = self.arrays[name]
         shape, shard, inner = (num_packs, *spec.shard), (1, *spec.shard), (1, *spec.chunk)
-        return array_metadata(shape, shard, inner, spec.dtype, codec_named(spec.codec))
+        return array_metadata(shape, shard, inner, spec.dtype, codecs.codec_named(spec.codec))
 
     def bytes_per_token(self) -> int:
         """Return the raw size of one token's states, in bytes."""
@@ -264,7 +263,8 @@ class Schema:
 
 def shard_key(array: str, pack: int) -> str:
     """Return the object that holds one pack of one array."""
-    inner_axes = {FEATURES: 3, SCALES: 3, FINAL: 2, FINAL_SCALES: 2, EXACT: 2}.get(array, 1)
+    two = (FINAL, FINAL_SCALES, EXACT, TOPK_IDS, TOPK_LOGPROBS)
+    inner_axes = 3 if array in (FEATURES, SCALES) else 2 if array in two else 1
     return f"{array}/c/{pack}" + "/0" * inner_axes
 
 

@@ -52,6 +52,7 @@ from dflash_offline.common.store import (
 )
 from dflash_offline.common.store_checks import has_plan, refuse_small_disk
 from dflash_offline.common.store_size import estimate_bytes
+from dflash_offline.common.topk import TopK
 
 if TYPE_CHECKING:
     from dflash_offline.common.quantize import Calibration, EncodedStates
@@ -250,6 +251,7 @@ class Store:
         features: "np.ndarray | EncodedStates",
         final: np.ndarray | None = None,
         *,
+        topk: TopK | None = None,
         quarantined: Mapping[int, str] | None = None,
         run_info: Mapping[str, Any] | None = None,
     ) -> int:
@@ -261,6 +263,7 @@ class Store:
             features: uint16 [K, tokens, H], bfloat16 bit patterns in the order of the plan; or
                 all states as codes on the CPU, when the store has an int codec.
             final: uint16 [tokens, H], for stores with that teacher.
+            topk: of all tokens, for stores with that teacher.
             quarantined: sample index to reason; its rows must be zero.
             run_info: software, device and whatever else explains the bytes.
 
@@ -278,6 +281,7 @@ class Store:
             final,
             is_first=self.first_rows(pack),
             calibration=self.calibration,
+            topk=topk,
         )
         assert set(states) == set(self.schema.state_arrays), f"states are {sorted(states)}"
         arrays = dict(self._token_files[pack])
