@@ -286,9 +286,8 @@ class Store:
         assert set(states) == set(self.schema.state_arrays), f"states are {sorted(states)}"
         arrays = dict(self._token_files[pack])
         for name, values in states.items():
-            arrays[name] = self._write_shard(
-                name, pack, inner_chunks(self.schema.arrays[name], values)
-            )
+            chunks = inner_chunks(self.schema.arrays[name], values)
+            arrays[name] = self._write_shard(name, pack, chunks)
         members = self._packs[pack]
         samples = np.stack([members, self._starts[members], self._lengths[members]], axis=1)
         record = records.commit_record(
