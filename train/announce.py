@@ -32,6 +32,7 @@ def announce(setup: Setup) -> None:
         f"parameters, reads layers {', '.join(map(str, drafter.target_layer_ids))}",
         f"{samples:,} training samples, {setup.num_steps or 'unbounded'} steps, "
         f"{setup.dtype} on {setup.device}, {setup.world.size} process(es)",
+        setup.memory,
     )
     if config.num_steps is not None and config.num_epochs is not None:
         say(f"--num-steps {config.num_steps} counts, --num-epochs {config.num_epochs} does not")

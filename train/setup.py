@@ -32,6 +32,7 @@ from dflash_offline.train.export import load_drafter, load_drafter_config
 from dflash_offline.train.fp8 import use_fp8
 from dflash_offline.train.loss_spec import parse_loss
 from dflash_offline.train.mask_token import MaskToken, choose_mask_token
+from dflash_offline.train.memory_model import memory_line
 from dflash_offline.train.objective import Objective, objective_of
 from dflash_offline.train.order import SampleOrder, StoreSamples
 from dflash_offline.train.row_loss import row_losses
@@ -76,6 +77,7 @@ class Setup:
     total_samples: int | None
     state: RunState
     checkpoint: Path | None  # where `state` comes from
+    memory: str = ""  # a line about what the run takes
 
     @property
     def stream_options(self) -> StreamOptions:
@@ -152,6 +154,15 @@ def prepare(config: TrainConfig, world: World) -> Setup:
         check_learned(state.learned, learned, config.out)
     else:
         state = RunState(learned=learned)
+    memory = memory_line(
+        config,
+        shape,
+        caches,
+        wanted,
+        head=head.to("meta", dtype),
+        device=device,
+        world_size=world.size,
+    )
     drafter = _drafter(config, shape, checkpoint).to(device)
     objective = objective_of(
         parse_loss(config.loss),
@@ -178,6 +189,7 @@ def prepare(config: TrainConfig, world: World) -> Setup:
         total_samples=total_samples,
         state=state,
         checkpoint=checkpoint,
+        memory=memory,
     )
 
 

@@ -65,6 +65,11 @@ def test_a_run_leaves_what_it_promises(config, small_store, tmp_path, monkeypatc
     assert load_drafter(folder).config.mask_token_id == 96
 
 
+def test_a_run_says_what_memory_it_takes(config, small_store, tmp_path, capsys):
+    train(config(small_store[0], tmp_path / "run", num_steps=1))
+    assert "training takes about 0.00 GB (target 0.00, drafter 0.00" in capsys.readouterr().err
+
+
 def test_training_lowers_the_loss(config, small_store, tmp_path):
     out = tmp_path / "run"
     train(config(small_store[0], out, num_steps=40, lr=3e-3, log_every=10, samples_per_step=5))

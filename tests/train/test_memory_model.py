@@ -1,0 +1,99 @@
+"""The memory model against what was measured on a GPU, and what it advises."""
+
+import numpy as np
+import pytest
+import torch
+
+from dflash_offline.common.errors import BadInput
+from dflash_offline.train.drafter import Drafter
+from dflash_offline.train.memory_model import Load, check_memory, memory_of, remedy, typical_pass
+
+
+def shape_of(config_maker, hidden: int, middle: int, vocab: int):
+    return config_maker(
+        hidden_size=hidden,
+        intermediate_size=middle,
+        vocab_size=vocab,
+        num_hidden_layers=5,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        target_layer_ids=(1, 9, 17, 25, 33),
+        num_target_layers=64,
+        mask_token_id=0,
+        block_size=16,
+    )
+
+
+# Peaks of tests/benchmarks/bench_step.py on an H200: 16,384 tokens and rows, tied head, raw states.
+MEASURED = {"8b": (4096, 12288, 151_936, 36.3), "27b": (5120, 17408, 248_320, 55.1)}
+
+
+@pytest.mark.parametrize(("hidden", "middle", "vocab", "peak"), MEASURED.values(), ids=MEASURED)
+def test_the_model_is_near_what_was_measured(config_maker, hidden, middle, vocab, peak):
+    shape = shape_of(config_maker, hidden, middle, vocab)
+    chunk = max(256, min(4096, (512 << 20) // (2 * vocab)))
+    load = Load(rows=16384, context=16384, chunk_rows=chunk, head_copies=1, stored_bytes=2 * hidden)
+    parts = memory_of(shape, load)
+    assert sum(parts.values()) / 1e9 == pytest.approx(peak, rel=0.05)
+
+
+def test_parts_follow_their_causes(config_maker):
+    shape = config_maker()
+    drafter = Drafter(shape)
+    matrices = sum(p.numel() for p in drafter.parameters() if p.dim() == 2)
+    load = Load(rows=100, context=50, chunk_rows=256, head_copies=1, stored_bytes=64)
+    parts = memory_of(shape, load)
+    assert parts["drafter"] == 10 * matrices
+    assert parts["optimiser"] == 8 * matrices
+    changes = {
+        "optimiser": {"world_size": 2},
+        "activations": {"rows": 200},
+        "context": {"context": 100},
+        "states": {"stored_bytes": 32},
+        "target": {"head_copies": 2},
+        "logits": {"has_teacher": True},
+    }
+    for name, change in changes.items():
+        changed = memory_of(shape, Load(**vars(load) | change))
+        assert changed[name] != parts[name], name
+    assert memory_of(shape, Load(**vars(load) | {"optimizer": "muon"}))["optimiser"] == 4 * matrices
+    assert (
+        memory_of(shape, Load(**vars(load) | {"has_average": True}))["optimiser"] == 12 * matrices
+    )
+    assert memory_of(shape, Load(**vars(load) | {"compute_bytes": 4}))["drafter"] == 8 * matrices
+
+
+def test_typical_pass():
+    lengths, supervised = np.array([2048] * 64), np.array([2048] * 64)
+    given = {"num_anchors": 128, "block_size": 16}
+    assert typical_pass(lengths, supervised, rows=16384, **given) == (16384, 16384 + 2048)
+    # Little data fills no pass; a long document is one pass's context however small passes are.
+    assert typical_pass(lengths[:2], supervised[:2], rows=16384, **given) == (4096, 4096)
+    assert typical_pass(lengths, supervised, rows=64, **given) == (64, 2048)
+
+
+def test_what_to_change():
+    def model(rows: int) -> dict[str, int]:
+        return {"drafter": 10_000_000_000, "activations": rows * 1_000_000}
+
+    assert remedy(model, 16384, 15_000_000_000) == "--rows-per-pass 4096 fits and learns the same"
+    assert "more --gpus" in remedy(model, 16384, 9_000_000_000)
+    line = check_memory(model, rows=1000, device=torch.device("cpu"))
+    assert line == "training takes about 11.33 GB (drafter 10.00, activations 1.00)"
+
+
+def test_a_run_that_cannot_fit_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (12_000_000_000, 0))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+
+    def model(rows: int) -> dict[str, int]:
+        return {"drafter": 10_000_000_000, "activations": rows * 1_000_000}
+
+    device = torch.device("cuda", 0)
+    with pytest.raises(
+        BadInput, match=r"--rows-per-pass 4096: .* 12\.0 GB .* --rows-per-pass 1024"
+    ):
+        check_memory(model, rows=4096, device=device)
+    assert "of 12.0 GB that are free" in check_memory(model, rows=1000, device=device)
