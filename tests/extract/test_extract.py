@@ -70,7 +70,9 @@ def state_files(store: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma3", "qwen3-moe", "qwen3.5-hybrid"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "llama", "gemma3", "qwen3-moe", "qwen3.5-hybrid", "gpt-oss"]
+)
 def test_states_are_those_of_an_unbatched_forward(family, make_target, write_corpus, run, tmp_path):
     folder, data, out = make_target(family), write_corpus(7), tmp_path / "store"
     args = ("--target", folder, "--data", data, "--out", out, *SMALL, "--teacher", "final")

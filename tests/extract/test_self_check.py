@@ -19,7 +19,7 @@ def samples() -> list[np.ndarray]:
     return [rng.integers(5, 250, length).astype(np.int32) for length in (3, 40, 17, 29, 64)]
 
 
-@pytest.fixture(params=["qwen3", "gemma3", "qwen3-moe", "qwen3.5-hybrid"])
+@pytest.fixture(params=["qwen3", "llama", "gemma3", "qwen3-moe", "qwen3.5-hybrid", "gpt-oss"])
 def target(request, make_target) -> Target:
     folder: Path = make_target(request.param)
     return load_target(folder, dtype=torch.float32, device="cpu", head=False)
