@@ -1,0 +1,148 @@
+"""kill -9 of `dflash-extract` with two workers between its first and last commit, again and again.
+
+`--kills N` sets the number; by default two. The launcher is hit, or either worker, or all at once,
+and the last run of a store has another number of workers.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from dflash_offline.common.cache import Cache, open_cache
+from dflash_offline.common.cache_cli import main as cache_command
+from dflash_offline.common.store import shard_key
+
+pytestmark = pytest.mark.slow
+
+SMALL = ("--pack-tokens", 256, "--batch-tokens", 512, "--layers", "0,1,4", "--teacher", "final")
+PROGRAM = Path(__file__).parent / "fork_extract.py"
+VICTIMS = ("launcher", "worker 0", "worker 1", "all")
+
+
+class Commands:
+    """Runs of the command, one after another."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        self.pid = 0
+        self.process = subprocess.Popen(
+            [sys.executable, str(PROGRAM)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            text=True,
+        )
+
+    def start(self, *args: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([*map(str, args), str(self.log)]) + "\n")
+        self.process.stdin.flush()
+        self.pid = self.answer()
+
+    def answer(self) -> int:
+        """Return the process number of a run, or its exit code once it ends."""
+        assert self.process.stdout is not None
+        return int(self.process.stdout.readline())
+
+    def workers(self) -> list[int]:
+        """Process numbers of the workers, by rank."""
+        path = Path(f"/proc/{self.pid}/task/{self.pid}/children")
+        return [int(pid) for pid in path.read_text().split()]
+
+    def kill(self, victim: str) -> None:
+        """Kill one process or all, and wait until every one of them is gone."""
+        workers = self.workers()
+        pids = {"launcher": [self.pid], "all": [self.pid, *workers]}
+        pids |= {f"worker {rank}": [pid] for rank, pid in enumerate(workers)}
+        for pid in pids[victim]:
+            os.kill(pid, signal.SIGKILL)
+        code = self.answer()
+        assert code == (3 if victim.startswith("worker") else -signal.SIGKILL), self.log.read_text()
+        give_up = time.monotonic() + 10
+        while any(is_running(pid) for pid in workers):
+            assert time.monotonic() < give_up, f"a worker outlives the {victim}"
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Iterator[Commands]:
+    started = Commands(tmp_path / "log")
+    yield started
+    started.process.communicate()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return text.rpartition(")")[2].split()[0] != "Z"
+
+
+def num_commits(store: Path) -> int:
+    return len(list((store / "commit").glob("*.json")))
+
+
+def check_same(store: Path, whole: Path) -> set[int]:
+    """Compare every committed pack with an undisturbed run; returns which there are."""
+    cache, expected = open_cache(str(store), partial=True), open_cache(str(whole))
+    for pack in cache.packs:
+        arrays = cache.record(pack)["arrays"]
+        assert arrays == expected.record(pack)["arrays"], pack
+        for name in arrays:
+            key = shard_key(name, pack)
+            assert (store / key).read_bytes() == (whole / key).read_bytes(), key
+    read_some(cache, expected)
+    return set(cache.packs)
+
+
+def read_some(cache: Cache, expected: Cache) -> None:
+    for index in cache.samples[:: max(1, len(cache.samples) // 20)]:
+        found, wanted = cache.read(index), expected.read(index)
+        assert found.features.tobytes() == wanted.features.tobytes()
+        assert found.tokens.tobytes() == wanted.tokens.tobytes()
+
+
+def test_killed_extractions_go_on(make_target, write_corpus, request, run, tmp_path, commands):
+    kills = request.config.getoption("--kills") or 2
+    args = ("--target", make_target("qwen3"), "--data", write_corpus(600), *SMALL)
+    whole = tmp_path / "whole"
+    commands.start(*args, "--out", whole, "--gpus", 1)
+    assert commands.answer() == 0, commands.log.read_text()
+    num_packs = open_cache(str(whole)).plan.num_packs
+    rng, done, rounds = random.Random(kills), Counter(), 0
+    while done.total() < kills:
+        store, rounds, committed = tmp_path / f"round-{rounds}", rounds + 1, set()
+        ends_at = rng.randrange(num_packs // 2, num_packs)
+        while done.total() < kills and len(committed) < ends_at:
+            commands.start(*args, "--out", store, "--gpus", 2)
+            target = len(committed) + rng.randrange(1, 12)
+            while num_commits(store) < target and is_running(commands.pid):
+                time.sleep(0.002)
+            time.sleep(rng.uniform(0, 0.02))
+            assert num_commits(store) < num_packs, "killed before the last commit"
+            victim = rng.choice(VICTIMS)
+            commands.kill(victim)
+            done[victim] += 1
+            found = check_same(store, whole)
+            assert found >= committed, "a committed pack was lost"
+            assert len(found) >= target
+            committed = found
+            click.echo(
+                f"{done.total()}: {victim} killed, {len(found)} of {num_packs} packs", err=True
+            )
+        commands.start(*args, "--out", store, "--gpus", rng.choice([1, 3]))
+        assert commands.answer() == 0, commands.log.read_text()
+        assert len(check_same(store, whole)) == num_packs
+        assert run(cache_command, "verify", "--deep", store) == 0
+    click.echo(f"kills of {dict(done)} in {rounds} stores of {num_packs} packs")
