@@ -16,11 +16,17 @@ import torch
 from torch import Tensor
 
 from dflash_offline.kernels import attention_kernels, reference
+from dflash_offline.kernels.attention_launch import Launch, RowTile, launches_of, power_of_two
 from dflash_offline.kernels.attention_tables import BlockTables, build_tables
-from dflash_offline.kernels.optional_triton import HAS_TRITON, is_interpreted, use_triton
+from dflash_offline.kernels.optional_triton import (
+    HAS_GLUON,
+    TensorDescriptor,
+    is_interpreted,
+    use_triton,
+)
 
-if HAS_TRITON:
-    from triton.tools.tensor_descriptor import TensorDescriptor
+if HAS_GLUON:
+    from dflash_offline.kernels import attention_hopper
 
 __all__ = ["BlockTables", "block_attention", "build_tables", "table_sizes", "warm_up"]
 
@@ -29,79 +35,9 @@ LOG2_E = math.log2(math.e)
 MAX_ROWS = 128
 
 
-@dataclass(frozen=True)
-class Launch:
-    """Tile of one kernel, rows of queries by tokens of context; `tma`: loads by the copy engine."""
-
-    rows: int
-    tokens: int
-    warps: int
-    stages: int
-    tma: bool = False
-
-
-@dataclass(frozen=True)
-class Launches:
-    """What the three kernels are launched with."""
-
-    fwd: Launch
-    dq: Launch
-    dkv: Launch
-
-
-# By device and head dimension rounded up to a power of two, for elements of 2 bytes.
-LAUNCHES: dict[tuple[str, int], Launches] = {
-    ("hopper", 64): Launches(
-        Launch(128, 128, 8, 3, True), Launch(128, 64, 8, 3, True), Launch(64, 64, 4, 3, True)
-    ),
-    ("hopper", 128): Launches(
-        Launch(128, 64, 8, 3, True), Launch(128, 64, 8, 3, True), Launch(64, 64, 4, 2, True)
-    ),
-    ("hopper", 256): Launches(
-        Launch(64, 64, 4, 2, True), Launch(64, 32, 8, 2, True), Launch(32, 64, 8, 2, True)
-    ),
-    # Small enough for 99 kB of shared memory.
-    ("other", 64): Launches(Launch(128, 64, 4, 2), Launch(64, 64, 4, 2), Launch(64, 64, 4, 2)),
-    ("other", 128): Launches(Launch(64, 64, 4, 2), Launch(64, 32, 4, 2), Launch(32, 64, 4, 2)),
-    ("other", 256): Launches(Launch(64, 32, 8, 1), Launch(32, 16, 4, 1), Launch(16, 32, 4, 1)),
-}
-# Elements of 4 bytes are for checks, not for speed.
-LAUNCH_4_BYTES = Launches(Launch(32, 32, 4, 1), Launch(32, 16, 4, 1), Launch(16, 32, 4, 1))
-LAUNCH_INTERPRETED = Launches(Launch(32, 16, 1, 1), Launch(32, 16, 1, 1), Launch(16, 16, 1, 1))
-
-
-def _launches(q: Tensor, head_dim: int) -> Launches:
-    if is_interpreted():
-        return LAUNCH_INTERPRETED
-    if q.element_size() == 4:
-        return LAUNCH_4_BYTES
-    arch = "hopper" if torch.cuda.get_device_capability(q.device)[0] == 9 else "other"
-    return LAUNCHES[arch, _power_of_two(head_dim)]
-
-
-def _power_of_two(x: int) -> int:
-    return 1 << (x - 1).bit_length()
-
-
-@dataclass(frozen=True)
-class RowTile:
-    """How blocks of `block_size` slots with `ratio` rows each are laid into tiles of rows."""
-
-    anchors: int  # in a group
-    slots: int  # of a group in one tile
-    chunks: int  # tiles that a group takes
-
-    @classmethod
-    def of(cls, rows: int, ratio: int, block_size: int) -> RowTile:
-        slots = rows // ratio
-        if slots >= block_size:
-            return cls(slots // block_size, slots // block_size * block_size, 1)
-        return cls(1, slots, -(-block_size // slots))
-
-
 def table_sizes(q: Tensor, *, num_kv_heads: int, block_size: int) -> dict[str, tuple[int, ...]]:
     """Name the group and tile sizes that `build_tables` can prepare for queries like `q`."""
-    launches = _launches(q, q.shape[-1])
+    launches = launches_of(q, q.shape[-1])
     ratio = q.shape[1] // num_kv_heads
     rows = (launches.fwd.rows, launches.dq.rows)
     groups = {RowTile.of(r, ratio, block_size).anchors for r in rows}
@@ -130,7 +66,7 @@ class Call:
             "WINDOW": self.window,
             "BLOCK_M": launch.rows,
             "BLOCK_N": launch.tokens,
-            "BLOCK_D": _power_of_two(dim),
+            "BLOCK_D": power_of_two(dim),
             "PRECISION": "ieee" if q.element_size() == 4 else "tf32",
             "num_warps": launch.warps,
             "num_stages": launch.stages,
@@ -149,14 +85,14 @@ def _group_constants(call: Call, q, k_ctx, v_ctx, k_own, v_own, launch: Launch) 
         "SLOTS": tile.slots,
         "CHUNKS": tile.chunks,
         "CAUSAL": call.causal,
-        "BLOCK_C": max(16, _power_of_two(tile.anchors * constants["B"])),
+        "BLOCK_C": max(16, power_of_two(tile.anchors * constants["B"])),
         "TMA": _copy_engine(launch, constants["D"]),
     }
 
 
 def _copy_engine(launch: Launch, *sizes: int) -> bool:
     """Say whether a tile is loaded by the copy engine, whose boxes are powers of two."""
-    return launch.tma and all(size == _power_of_two(size) for size in sizes)
+    return launch.tma and all(size == power_of_two(size) for size in sizes)
 
 
 def _token_source(x: Tensor, launch: Launch):
@@ -176,7 +112,7 @@ def _row_source(x: Tensor, launch: Launch, ratio: int):
 
 
 def _forward(call: Call, q, k_ctx, v_ctx, k_own, v_own) -> tuple[Tensor, Tensor]:
-    launch = _launches(q, q.shape[-1]).fwd
+    launch = launches_of(q, q.shape[-1]).fwd
     tables = call.tables
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     # The padding is for tiles of the third kernel that run over the last row.
@@ -184,7 +120,24 @@ def _forward(call: Call, q, k_ctx, v_ctx, k_own, v_own) -> tuple[Tensor, Tensor]
     lse = torch.empty(num_lse, dtype=torch.float32, device=q.device)
     constants = _group_constants(call, q, k_ctx, v_ctx, k_own, v_own, launch)
     groups = tables.groups(RowTile.of(launch.rows, constants["R"], constants["B"]).anchors)
-    if groups.shape[0]:
+    own_tokens = constants["BLOCK_C"]
+    if not groups.shape[0]:
+        return out, lse
+    if HAS_GLUON and launch.rows == 128 and attention_hopper.is_supported(q, k_ctx, own_tokens):
+        attention_hopper.forward(
+            (q, k_ctx, v_ctx, k_own, v_own),
+            tables,
+            groups,
+            out,
+            lse,
+            slots=constants["SLOTS"],
+            chunks=constants["CHUNKS"],
+            own_tokens=own_tokens,
+            window=call.window,
+            causal=call.causal,
+            scale_log2=call.scale * LOG2_E,
+        )
+    else:
         grid = (groups.shape[0], k_ctx.shape[1] * constants["CHUNKS"])
         attention_kernels._block_attention_fwd_kernel[grid](
             q,
@@ -205,9 +158,11 @@ def _forward(call: Call, q, k_ctx, v_ctx, k_own, v_own) -> tuple[Tensor, Tensor]
 
 
 def _backward_q(call: Call, q, k_ctx, v_ctx, k_own, v_own, out, lse, d_out):
-    launch = _launches(q, q.shape[-1]).dq
+    launch = launches_of(q, q.shape[-1]).dq
     tables = call.tables
-    delta = torch.empty_like(lse)
+    # A launch of PyTorch's makes the device's context current in autograd's thread, where nothing
+    # may have run yet; tensor maps cannot be made without.
+    delta = torch.zeros_like(lse)
     dq, dk_own, dv_own = (
         torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k_own, v_own)
     )
@@ -239,7 +194,7 @@ def _backward_q(call: Call, q, k_ctx, v_ctx, k_own, v_own, out, lse, d_out):
 
 
 def _backward_kv(call: Call, q, k_ctx, v_ctx, lse, delta, d_out) -> tuple[Tensor, Tensor]:
-    launch = _launches(q, q.shape[-1]).dkv
+    launch = launches_of(q, q.shape[-1]).dkv
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k_ctx, v_ctx))
     tiles = call.tables.tiles(launch.tokens)
     if tiles.shape[0]:

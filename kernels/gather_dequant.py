@@ -13,7 +13,8 @@ from torch import Tensor
 
 from dflash_offline.kernels import reference
 from dflash_offline.kernels.coded_states import GROUP, CodedStates
-from dflash_offline.kernels.optional_triton import tl, triton, use_triton
+from dflash_offline.kernels.gather_int4 import gather_int4_kernel
+from dflash_offline.kernels.optional_triton import is_interpreted, tl, triton, use_triton
 
 __all__ = ["CodedStates", "gather_dequant", "gather_linear", "warm_up"]
 
@@ -208,6 +209,10 @@ def _launch(states: CodedStates, rows, norm_weight, eps: float, dtype: torch.dty
     norm = norm_weight is not None
     groups, warps = _tile(states.codec, hidden, norm=norm)
     grid = (-(-num_rows // ROWS), layers * -(-hidden // (groups * GROUP)))
+    has_exact = states.exact is not None and states.exact.shape[0] > 0
+    if states.codec == "int4" and packed and not norm and not is_interpreted():
+        _launch_int4(states, rows, out, grid, groups=groups, warps=warps, has_exact=has_exact)
+        return out
     _gather_dequant_kernel[grid](
         _words(states.values, pair_dtype),
         states.scales,
@@ -226,7 +231,7 @@ def _launch(states: CodedStates, rows, norm_weight, eps: float, dtype: torch.dty
         K=layers,
         H=hidden,
         CODEC=states.codec,
-        EXACT=states.exact is not None and states.exact.shape[0] > 0,
+        EXACT=has_exact,
         INDEXED=rows is not None,
         NORM=norm,
         PACKED=packed,
@@ -237,6 +242,30 @@ def _launch(states: CodedStates, rows, norm_weight, eps: float, dtype: torch.dty
         enable_fp_fusion=False,
     )
     return out
+
+
+def _launch_int4(
+    states: CodedStates, rows, out: Tensor, grid, *, groups: int, warps: int, has_exact: bool
+) -> None:
+    gather_int4_kernel[grid](
+        _words(states.values, torch.int32),
+        states.scales,
+        states.mean,
+        states.gain,
+        states.exact_slot,
+        _words(states.exact, torch.int32),
+        rows,
+        out.view(torch.int32),
+        out.shape[0],
+        states.num_tokens,
+        K=states.num_layers,
+        H=states.hidden,
+        EXACT=has_exact,
+        INDEXED=rows is not None,
+        ROWS=ROWS,
+        GROUPS=groups,
+        num_warps=warps,
+    )
 
 
 def gather_dequant(

@@ -1,29 +1,28 @@
 """Cross-entropy through a frozen vocabulary head: two matrix products, one pass over the logits.
 
-Logits of one chunk of rows are made in a kept buffer, turned into their own gradient in place, and
+Logits of a chunk of rows are made in a kept buffer, turned into their own gradient in place, and
 multiplied back to dX, all in the forward pass; backward scales rows of dX by the upstream gradient.
 The label's logit is taken in fp32 and its gradient is -(S - e_y) / S, so that 16-bit logits cost no
 accuracy. Formulas and figures: docs/kernels.md. Letters: N rows, C rows of a chunk, H hidden,
 V vocabulary.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dflash_offline.kernels.frozen_head import Chunk, FrozenHeadLoss, run_loss
 from dflash_offline.kernels.head_rows import (
     RowOptions,
     check_head,
     check_labels,
-    empty_results,
     row_launch,
     row_options,
-    scale_rows,
     warm_up_loss,
 )
 from dflash_offline.kernels.linear_ce_torch import torch_chunk
-from dflash_offline.kernels.logit_chunks import chunk_bounds, chunk_buffer, full_precision_sums
 from dflash_offline.kernels.logit_math import (
     cap_logits,
     cap_slope,
@@ -254,38 +253,28 @@ def triton_chunk(
     )
 
 
-class _LinearCE(torch.autograd.Function):
-    """Saves dX [N, H], made in forward for an upstream gradient of one."""
+@dataclass(kw_only=True)
+class ExactCE(FrozenHeadLoss):
+    """linear_ce over one batch."""
 
-    @staticmethod
-    def forward(ctx, x, weight, labels, options, chunk_rows, as_triton):
-        num_rows, num_columns = x.shape[0], weight.shape[0]
-        out = empty_results(LinearCE, x)
-        dx = torch.empty_like(x) if options.with_grad else None
-        row_pass = triton_chunk if as_triton else torch_chunk
-        bounds = chunk_bounds(num_rows, chunk_rows)
-        rows = bounds[0][1] if bounds else 0
-        buffer = chunk_buffer("logits", rows, num_columns, dtype=x.dtype, device=x.device)
-        with full_precision_sums(), torch.cuda.device_of(x):
-            for start, end in bounds:
-                chunk = slice(start, end)
-                logits = buffer[: end - start]
-                torch.mm(x[chunk], weight.T, out=logits)
-                results = LinearCE(*(o[chunk] for o in out))
-                row_pass(x[chunk], weight, labels[chunk], logits, results, options)
-                if options.with_grad:
-                    torch.mm(logits, weight, out=dx[chunk])
-        ctx.mark_non_differentiable(*out[1:])
-        ctx.save_for_backward(dx)
-        ctx.as_triton = as_triton
-        return tuple(out)
+    weight: Tensor  # [V, H]
+    labels: Tensor  # [N]
+    kind: type = LinearCE
 
-    @staticmethod
-    def backward(ctx, grad_nll, *_unused):
-        (dx,) = ctx.saved_tensors
-        with torch.cuda.device_of(dx):
-            grad = scale_rows(dx, grad_nll, as_triton=ctx.as_triton)
-        return grad, None, None, None, None, None
+    def _logits_of(self, chunk: Chunk) -> Tensor:
+        return chunk.buffer("logits", self.weight.shape[0], self.x.dtype)
+
+    def logits(self, chunk: Chunk) -> None:
+        torch.mm(self.x[chunk.rows], self.weight.T, out=self._logits_of(chunk))
+
+    def row_pass(self, chunk: Chunk) -> None:
+        run = triton_chunk if self.as_triton else torch_chunk
+        x, labels = self.x[chunk.rows], self.labels[chunk.rows]
+        out = self.results(chunk)
+        run(x, self.weight, labels, self._logits_of(chunk), out, self.options)
+
+    def gradient(self, chunk: Chunk) -> None:
+        torch.mm(self._logits_of(chunk), self.weight, out=self.dx[chunk.rows])
 
 
 def linear_ce(
@@ -312,7 +301,8 @@ def linear_ce(
         labels: [N] int64 columns; a row with any other value is poisoned (see LinearCE).
         logit_scale: factor on the logits, before the soft-cap.
         softcap: bound of the tanh soft-cap, or None.
-        chunk_rows: most rows whose logits exist at a time; changes the result by rounding only.
+        chunk_rows: most rows of a chunk; a GPU holds logits of two chunks. Changes the result by
+            rounding only.
         vocab_size: rows of weight that take part, where it is padded beyond the vocabulary.
         implementation: "triton", "reference" (the same algorithm in plain PyTorch), or None to
             choose by device.
@@ -328,7 +318,8 @@ def linear_ce(
     check_head(x, weight, as_triton=as_triton)
     labels = check_labels(labels, num_rows=x.shape[0])
     options = row_options(x, logit_scale=logit_scale, softcap=softcap)
-    return LinearCE(*_LinearCE.apply(x, weight, labels, options, chunk_rows, as_triton))
+    loss = ExactCE(x=x, weight=weight, labels=labels, options=options, as_triton=as_triton)
+    return run_loss(loss, chunk_rows=chunk_rows)
 
 
 def warm_up(

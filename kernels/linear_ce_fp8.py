@@ -7,27 +7,17 @@ column. Formulas and figures: docs/kernels.md. Letters: N rows, C rows of a chun
 V vocabulary, V' columns of the FP8 head.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dflash_offline.kernels.head_rows import (
-    RowOptions,
-    check_head,
-    check_labels,
-    empty_results,
-    row_options,
-    scale_rows,
-)
+from dflash_offline.kernels.frozen_head import Chunk, FrozenHeadLoss, run_loss
+from dflash_offline.kernels.head_rows import check_head, check_labels, row_options
 from dflash_offline.kernels.linear_ce import ApartLabel, triton_chunk
 from dflash_offline.kernels.linear_ce_torch import torch_chunk
-from dflash_offline.kernels.logit_chunks import (
-    COLUMN_MULTIPLE,
-    chunk_bounds,
-    chunk_buffer,
-    full_precision_sums,
-)
+from dflash_offline.kernels.logit_chunks import COLUMN_MULTIPLE
 from dflash_offline.kernels.optional_triton import tl, triton, use_triton
 from dflash_offline.kernels.reference_loss import LinearCE, accumulate_dtype
 
@@ -127,127 +117,108 @@ def _add_label_rows_kernel(
         tl.store(at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-def _fp8_chunk(
-    x: Tensor,
-    head: Fp8Head,
-    labels: Tensor,
-    out: LinearCE,
-    options: RowOptions,
-    dx: Tensor | None,
-) -> None:
-    """Both products and the row pass of one chunk, on the GPU."""
-    (num_rows, hidden), columns = x.shape, head.by_token.shape[0]
-    device = x.device
-    quantized = chunk_buffer("x_fp8", num_rows, hidden, dtype=FP8, device=device)
-    scale = chunk_buffer("scale", 2, num_rows, dtype=torch.float32, device=device)
-    x_scale, row_scale = scale[0], scale[1]
-    _quantize_rows_kernel[(num_rows,)](
-        x, quantized, x_scale, x.stride(0), quantized.stride(0), hidden, BLOCK_H=BLOCK_H
-    )
-    logits = chunk_buffer("logits", num_rows, columns, dtype=x.dtype, device=device)
-    torch._scaled_mm(
-        quantized,
-        head.by_token.T,
-        scale_a=x_scale[:, None],
-        scale_b=head.token_scale,
-        out_dtype=x.dtype,
-        use_fast_accum=True,
-        out=logits,
-    )
-    if dx is None:
-        triton_chunk(x, head.weight, labels, logits, out, options)
-        return
-    label_grad = chunk_buffer("label_grad", 1, num_rows, dtype=torch.float32, device=device)[0]
-    if head.by_channel is None:
-        triton_chunk(x, head.weight, labels, logits, out, options, ApartLabel(label_grad))
-        torch.mm(logits[:, : head.weight.shape[0]], head.weight, out=dx)
-    else:
-        scaled = chunk_buffer("dz_fp8", num_rows, columns, dtype=FP8, device=device)
-        apart = ApartLabel(label_grad, scaled=scaled, row_scale=row_scale)
-        triton_chunk(x, head.weight, labels, logits, out, options, apart)
+@dataclass(kw_only=True)
+class Fp8CE(FrozenHeadLoss):
+    """linear_ce_fp8 over one batch, on the GPU."""
+
+    head: Fp8Head
+    labels: Tensor  # [N]
+    kind: type = LinearCE
+
+    def _logits_of(self, chunk: Chunk) -> Tensor:
+        return chunk.buffer("logits", self.head.by_token.shape[0], self.x.dtype)
+
+    def logits(self, chunk: Chunk) -> None:
+        x, hidden = self.x[chunk.rows], self.x.shape[1]
+        quantized, scale = chunk.buffer("x_fp8", hidden, FP8), chunk.vector("x_scale")
+        strides = x.stride(0), quantized.stride(0)
+        _quantize_rows_kernel[(chunk.size,)](x, quantized, scale, *strides, hidden, BLOCK_H=BLOCK_H)
         torch._scaled_mm(
-            scaled,
-            head.by_channel.T,
-            scale_a=row_scale[:, None],
-            scale_b=head.channel_scale,
+            quantized,
+            self.head.by_token.T,
+            scale_a=scale[:, None],
+            scale_b=self.head.token_scale,
             out_dtype=x.dtype,
-            # The tensor cores' short accumulator would lose digits over V terms.
-            use_fast_accum=False,
-            out=dx,
+            use_fast_accum=True,
+            out=self._logits_of(chunk),
         )
-    _add_label_rows_kernel[(num_rows,)](
-        dx,
-        head.weight,
-        labels,
-        label_grad,
-        dx.stride(0),
-        head.weight.stride(0),
-        hidden,
-        BLOCK_H=BLOCK_H,
-    )
+
+    def _apart(self, chunk: Chunk) -> ApartLabel | None:
+        """Return where the row pass puts the label's gradient, and FP8 rows if they are wanted."""
+        if self.dx is None:
+            return None
+        label_grad = chunk.vector("label_grad")
+        if self.head.by_channel is None:
+            return ApartLabel(label_grad)
+        scaled = chunk.buffer("dz_fp8", self.head.by_token.shape[0], FP8)
+        return ApartLabel(label_grad, scaled=scaled, row_scale=chunk.vector("row_scale"))
+
+    def row_pass(self, chunk: Chunk) -> None:
+        x, labels = self.x[chunk.rows], self.labels[chunk.rows]
+        logits, out, apart = self._logits_of(chunk), self.results(chunk), self._apart(chunk)
+        triton_chunk(x, self.head.weight, labels, logits, out, self.options, apart)
+
+    def gradient(self, chunk: Chunk) -> None:
+        dx, weight, apart = self.dx[chunk.rows], self.head.weight, self._apart(chunk)
+        if apart.scaled is None:
+            torch.mm(self._logits_of(chunk)[:, : weight.shape[0]], weight, out=dx)
+        else:
+            torch._scaled_mm(
+                apart.scaled,
+                self.head.by_channel.T,
+                scale_a=apart.row_scale[:, None],
+                scale_b=self.head.channel_scale,
+                out_dtype=dx.dtype,
+                # The tensor cores' short accumulator would lose digits over V terms.
+                use_fast_accum=False,
+                out=dx,
+            )
+        _add_label_rows_kernel[(chunk.size,)](
+            dx,
+            weight,
+            self.labels[chunk.rows],
+            apart.label_grad,
+            dx.stride(0),
+            weight.stride(0),
+            dx.shape[1],
+            BLOCK_H=BLOCK_H,
+        )
 
 
-def _torch_fp8_chunk(
-    x: Tensor,
-    head: Fp8Head,
-    labels: Tensor,
-    out: LinearCE,
-    options: RowOptions,
-    dx: Tensor | None,
-) -> None:
-    """Same roundings as _fp8_chunk in plain PyTorch: what runs on a CPU, for tests."""
-    dtype, vocab_size = accumulate_dtype(x.dtype), head.weight.shape[0]
-    column = labels.clamp(0, vocab_size - 1)
-    quantized, scale = quantize_rows(x)
-    logits = (quantized.to(dtype) * scale) @ (head.by_token.to(dtype) * head.token_scale.T).T
-    logits = logits[:, :vocab_size].to(x.dtype)
-    label_logit = torch.linalg.vecdot(x, head.weight[column])
-    logits.scatter_(1, column[:, None], label_logit[:, None])
-    torch_chunk(x, head.weight, labels, logits, out, options)
-    if dx is None:
-        return
-    label_grad = logits.gather(1, column[:, None]).clone()
-    logits.scatter_(1, column[:, None], 0)
-    if head.by_channel is None:
-        product = logits @ head.weight
-    else:
-        quantized, scale = quantize_rows(logits)
-        by_channel = head.by_channel[:, :vocab_size].to(dtype) * head.channel_scale.T
-        product = (quantized.to(dtype) * scale) @ by_channel.T
-    dx.copy_(product + label_grad * head.weight[column])
+class Fp8CETwin(Fp8CE):
+    """Same roundings in plain PyTorch: what runs on a CPU, for tests."""
 
+    def _logits_of(self, chunk: Chunk) -> Tensor:
+        return chunk.buffer("logits", self.head.weight.shape[0], self.x.dtype)
 
-class _LinearCEFp8(torch.autograd.Function):
-    """Saves dX [N, H], made in forward for an upstream gradient of one."""
+    def logits(self, chunk: Chunk) -> None:
+        x, head, logits = self.x[chunk.rows], self.head, self._logits_of(chunk)
+        dtype, vocab_size = accumulate_dtype(x.dtype), head.weight.shape[0]
+        quantized, scale = quantize_rows(x)
+        product = (quantized.to(dtype) * scale) @ (head.by_token.to(dtype) * head.token_scale.T).T
+        logits.copy_(product[:, :vocab_size])
+        column = self.labels[chunk.rows].clamp(0, vocab_size - 1)
+        label_logit = torch.linalg.vecdot(x, head.weight[column])
+        logits.scatter_(1, column[:, None], label_logit[:, None])
 
-    @staticmethod
-    def forward(ctx, x, head, labels, options, chunk_rows, as_triton):
-        out = empty_results(LinearCE, x)
-        dx = torch.empty_like(x) if options.with_grad else None
-        run = _fp8_chunk if as_triton else _torch_fp8_chunk
-        with full_precision_sums(), torch.cuda.device_of(x):
-            for start, end in chunk_bounds(x.shape[0], chunk_rows):
-                chunk = slice(start, end)
-                results = LinearCE(*(o[chunk] for o in out))
-                run(
-                    x[chunk],
-                    head,
-                    labels[chunk],
-                    results,
-                    options,
-                    None if dx is None else dx[chunk],
-                )
-        ctx.mark_non_differentiable(*out[1:])
-        ctx.save_for_backward(dx)
-        ctx.as_triton = as_triton
-        return tuple(out)
+    def row_pass(self, chunk: Chunk) -> None:
+        x, labels = self.x[chunk.rows], self.labels[chunk.rows]
+        logits, out = self._logits_of(chunk), self.results(chunk)
+        torch_chunk(x, self.head.weight, labels, logits, out, self.options)
 
-    @staticmethod
-    def backward(ctx, grad_nll, *_unused):
-        (dx,) = ctx.saved_tensors
-        with torch.cuda.device_of(dx):
-            grad = scale_rows(dx, grad_nll, as_triton=ctx.as_triton)
-        return grad, None, None, None, None, None
+    def gradient(self, chunk: Chunk) -> None:
+        head, logits = self.head, self._logits_of(chunk)
+        dtype, vocab_size = accumulate_dtype(logits.dtype), head.weight.shape[0]
+        column = self.labels[chunk.rows].clamp(0, vocab_size - 1)
+        label_grad = logits.gather(1, column[:, None])
+        logits.scatter_(1, column[:, None], 0)
+        if head.by_channel is None:
+            product = logits @ head.weight
+        else:
+            quantized, scale = quantize_rows(logits)
+            by_channel = head.by_channel[:, :vocab_size].to(dtype) * head.channel_scale.T
+            product = (quantized.to(dtype) * scale) @ by_channel.T
+        self.dx[chunk.rows] = product + label_grad * head.weight[column]
 
 
 def linear_ce_fp8(
@@ -276,4 +247,6 @@ def linear_ce_fp8(
     check_head(x, head.weight, as_triton=as_triton)
     labels = check_labels(labels, num_rows=x.shape[0])
     options = row_options(x, logit_scale=logit_scale, softcap=softcap)
-    return LinearCE(*_LinearCEFp8.apply(x, head, labels, options, chunk_rows, as_triton))
+    kind = Fp8CE if as_triton else Fp8CETwin
+    loss = kind(x=x, head=head, labels=labels, options=options, as_triton=as_triton)
+    return run_loss(loss, chunk_rows=chunk_rows)

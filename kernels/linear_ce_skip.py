@@ -6,22 +6,16 @@ of its head rows stands in for it. The error that remains is bounded per row and
 and figures: docs/kernels.md. Letters: N rows, C rows of a chunk, H hidden, V vocabulary, K tiles.
 """
 
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dflash_offline.kernels.head_rows import (
-    RowOptions,
-    check_head,
-    check_labels,
-    empty_results,
-    row_options,
-    scale_rows,
-)
+from dflash_offline.kernels.frozen_head import Chunk, FrozenHeadLoss, run_loss
+from dflash_offline.kernels.head_rows import check_head, check_labels, row_options
 from dflash_offline.kernels.linear_ce import TILE_COLUMNS, ApartLabel, triton_chunk
 from dflash_offline.kernels.linear_ce_torch import torch_chunk
-from dflash_offline.kernels.logit_chunks import chunk_bounds, chunk_buffer, full_precision_sums
 from dflash_offline.kernels.optional_triton import TensorDescriptor, tl, triton, use_triton
 from dflash_offline.kernels.reference_loss import LinearCE
 
@@ -177,150 +171,131 @@ def _listed_product_kernel(
     tl.store(dx_at, acc.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-def _triton_rows(
-    x: Tensor,
-    head: OrderedHead,
-    labels: Tensor,
-    logits: Tensor,
-    out: LinearCE,
-    options: RowOptions,
-    max_tile_mass: float,
-    bound: Tensor,
-    counts: Tensor,
-    dx: Tensor | None,
-) -> None:
-    """Row pass, tile lists, tile means and the listed product of one chunk."""
-    (num_rows, hidden), (num_tiles, _) = x.shape, head.tile_means.shape
-    weight = head.weight[: head.token_of.shape[0]]
-    if dx is None:
-        triton_chunk(x, weight, labels, logits, out, options)
-        return
-    device = x.device
-    mass = chunk_buffer("mass", num_rows, num_tiles, dtype=x.dtype, device=device)
-    label_grad = chunk_buffer("label_grad", 1, num_rows, dtype=torch.float32, device=device)[0]
-    triton_chunk(x, weight, labels, logits, out, options, ApartLabel(label_grad, mass=mass))
-    tiles = chunk_buffer("tiles", counts.shape[0], num_tiles, dtype=torch.int32, device=device)
-    _select_tiles_kernel[(counts.shape[0],)](
-        mass,
-        head.tile_radius,
-        tiles,
-        counts,
-        bound,
-        mass.stride(0),
-        tiles.stride(0),
-        num_rows,
-        num_tiles,
-        max_tile_mass,
-        BLOCK_M=BLOCK_ROWS,
-        BLOCK_K=TILE_COLUMNS,
-        num_warps=16,
-    )
-    torch.mm(mass, head.tile_means, out=dx)
-    launch = PRODUCT_LAUNCH
-    _listed_product_kernel[(counts.shape[0] * triton.cdiv(hidden, launch.block_n),)](
-        TensorDescriptor.from_tensor(logits, [BLOCK_ROWS, TILE_COLUMNS]),
-        TensorDescriptor.from_tensor(head.weight, [TILE_COLUMNS, launch.block_n]),
-        head.weight,
-        tiles,
-        counts,
-        labels,
-        label_grad,
-        dx,
-        head.weight.stride(0),
-        tiles.stride(0),
-        dx.stride(0),
-        num_rows,
-        hidden,
-        BLOCK_M=BLOCK_ROWS,
-        BLOCK_N=launch.block_n,
-        TILE=TILE_COLUMNS,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
-    )
+@dataclass(kw_only=True)
+class SkippingCE(FrozenHeadLoss):
+    """linear_ce_skip over one batch: labels are columns, and so is argmax."""
 
+    head: OrderedHead
+    labels: Tensor  # [N]
+    max_tile_mass: float
+    kind: type = LinearCE
+    bound: Tensor = field(init=False)  # [N] fp32
+    counts: Tensor = field(init=False)  # [blocks] int32, tiles kept
 
-def _torch_rows(
-    x: Tensor,
-    head: OrderedHead,
-    labels: Tensor,
-    logits: Tensor,
-    out: LinearCE,
-    options: RowOptions,
-    max_tile_mass: float,
-    bound: Tensor,
-    counts: Tensor,
-    dx: Tensor | None,
-) -> None:
-    """Same as _triton_rows, in plain PyTorch: what runs on a CPU. It multiplies zeros."""
-    num_rows, vocab_size = logits.shape
-    weight = head.weight[:vocab_size]
-    torch_chunk(x, weight, labels, logits, out, options)
-    if dx is None:
-        return
-    column = labels.clamp(0, vocab_size - 1)[:, None]
-    label_grad = logits.gather(1, column)
-    logits.scatter_(1, column, 0)
-    num_tiles = head.tile_means.shape[0]
-    dz = torch.nn.functional.pad(logits, (0, num_tiles * TILE_COLUMNS - vocab_size))
-    mass = dz.view(num_rows, num_tiles, TILE_COLUMNS).sum(dim=2)  # [C, K]
-    for block in range(counts.shape[0]):
-        rows = slice(block * BLOCK_ROWS, (block + 1) * BLOCK_ROWS)
-        is_kept = mass[rows].nan_to_num(0).amax(dim=0) > max_tile_mass  # [K]
-        counts[block] = is_kept.sum()
-        mass[rows].masked_fill_(is_kept, 0)
-        dz[rows].masked_fill_(~is_kept.repeat_interleave(TILE_COLUMNS), 0)
-    bound.copy_((mass.float() * head.tile_radius).sum(dim=1))
-    dx.copy_(dz @ head.weight + mass @ head.tile_means + label_grad * weight[column[:, 0]])
+    def take_memory(self) -> None:
+        super().take_memory()
+        device, num_rows = self.x.device, self.x.shape[0]
+        self.bound = torch.zeros(num_rows, dtype=torch.float32, device=device)
+        num_blocks = -(-num_rows // BLOCK_ROWS)
+        self.counts = torch.zeros(num_blocks, dtype=torch.int32, device=device)
 
+    @property
+    def weight(self) -> Tensor:
+        """The head [V, H] without the rows that fill its last tile."""
+        return self.head.weight[: self.head.token_of.shape[0]]
 
-class _LinearCESkip(torch.autograd.Function):
-    """Saves dX [N, H], made in forward for an upstream gradient of one."""
+    def blocks(self, chunk: Chunk) -> Tensor:
+        """Return the chunk's part of counts; chunks are cut at multiples of a block."""
+        start = chunk.rows.start // BLOCK_ROWS
+        return self.counts[start : start + -(-chunk.size // BLOCK_ROWS)]
 
-    @staticmethod
-    def forward(ctx, x, head, columns, options, chunk_rows, max_tile_mass, as_triton):
-        out = empty_results(LinearCE, x)
-        dx = torch.empty_like(x) if options.with_grad else None
-        bound = torch.zeros(x.shape[0], dtype=torch.float32, device=x.device)
-        vocab_size = head.token_of.shape[0]
-        bounds = chunk_bounds(x.shape[0], chunk_rows)
-        rows = bounds[0][1] if bounds else 0
-        num_blocks = sum(-(-(end - start) // BLOCK_ROWS) for start, end in bounds)
-        counts = torch.zeros(num_blocks, dtype=torch.int32, device=x.device)
-        buffer = chunk_buffer("logits", rows, vocab_size, dtype=x.dtype, device=x.device)
-        run = _triton_rows if as_triton else _torch_rows
-        block = 0
-        with full_precision_sums(), torch.cuda.device_of(x):
-            for start, end in bounds:
-                chunk, size = slice(start, end), end - start
-                blocks = slice(block, block + -(-size // BLOCK_ROWS))
-                block = blocks.stop
-                logits = buffer[:size]
-                torch.mm(x[chunk], head.weight[:vocab_size].T, out=logits)
-                run(
-                    x[chunk],
-                    head,
-                    columns[chunk],
-                    logits,
-                    LinearCE(*(o[chunk] for o in out)),
-                    options,
-                    max_tile_mass,
-                    bound[chunk],
-                    counts[blocks],
-                    None if dx is None else dx[chunk],
-                )
-        kept_frac = counts.float().mean() / head.tile_means.shape[0]
-        results = (*out, bound, kept_frac)
-        ctx.mark_non_differentiable(*results[1:])
-        ctx.save_for_backward(dx)
-        ctx.as_triton = as_triton
-        return results
+    def _logits_of(self, chunk: Chunk) -> Tensor:
+        return chunk.buffer("logits", self.weight.shape[0], self.x.dtype)
 
-    @staticmethod
-    def backward(ctx, grad_nll, *_unused):
-        (dx,) = ctx.saved_tensors
-        with torch.cuda.device_of(dx):
-            grad = scale_rows(dx, grad_nll, as_triton=ctx.as_triton)
-        return grad, None, None, None, None, None, None
+    def _apart(self, chunk: Chunk) -> ApartLabel | None:
+        if self.dx is None:
+            return None
+        mass = chunk.buffer("mass", self.head.tile_means.shape[0], self.x.dtype)
+        return ApartLabel(chunk.vector("label_grad"), mass=mass)
+
+    def logits(self, chunk: Chunk) -> None:
+        torch.mm(self.x[chunk.rows], self.weight.T, out=self._logits_of(chunk))
+
+    def row_pass(self, chunk: Chunk) -> None:
+        x, labels = self.x[chunk.rows], self.labels[chunk.rows]
+        logits, out, apart = self._logits_of(chunk), self.results(chunk), self._apart(chunk)
+        if not self.as_triton:
+            torch_chunk(x, self.weight, labels, logits, out, self.options)
+            return
+        triton_chunk(x, self.weight, labels, logits, out, self.options, apart)
+        if apart:
+            self._select(chunk, apart.mass)
+
+    def _tiles_of(self, chunk: Chunk) -> Tensor:
+        """Return the lists of kept tiles, [blocks, K]; a chunk has more rows than blocks."""
+        tiles = chunk.buffer("tiles", self.head.tile_means.shape[0], torch.int32)
+        return tiles[: self.blocks(chunk).shape[0]]
+
+    def _select(self, chunk: Chunk, mass: Tensor) -> None:
+        counts, tiles = self.blocks(chunk), self._tiles_of(chunk)
+        _select_tiles_kernel[(counts.shape[0],)](
+            mass,
+            self.head.tile_radius,
+            tiles,
+            counts,
+            self.bound[chunk.rows],
+            mass.stride(0),
+            tiles.stride(0),
+            chunk.size,
+            tiles.shape[1],
+            self.max_tile_mass,
+            BLOCK_M=BLOCK_ROWS,
+            BLOCK_K=TILE_COLUMNS,
+            num_warps=16,
+        )
+
+    def gradient(self, chunk: Chunk) -> None:
+        if not self.as_triton:
+            self._torch_gradient(chunk)
+            return
+        head, dx, counts, tiles = (
+            self.head,
+            self.dx[chunk.rows],
+            self.blocks(chunk),
+            self._tiles_of(chunk),
+        )
+        logits, (label_grad, mass, *_) = self._logits_of(chunk), self._apart(chunk)
+        torch.mm(mass, head.tile_means, out=dx)
+        launch, hidden = PRODUCT_LAUNCH, dx.shape[1]
+        _listed_product_kernel[(counts.shape[0] * triton.cdiv(hidden, launch.block_n),)](
+            TensorDescriptor.from_tensor(logits, [BLOCK_ROWS, TILE_COLUMNS]),
+            TensorDescriptor.from_tensor(head.weight, [TILE_COLUMNS, launch.block_n]),
+            head.weight,
+            tiles,
+            counts,
+            self.labels[chunk.rows],
+            label_grad,
+            dx,
+            head.weight.stride(0),
+            tiles.stride(0),
+            dx.stride(0),
+            chunk.size,
+            hidden,
+            BLOCK_M=BLOCK_ROWS,
+            BLOCK_N=launch.block_n,
+            TILE=TILE_COLUMNS,
+            num_warps=launch.num_warps,
+            num_stages=launch.num_stages,
+        )
+
+    def _torch_gradient(self, chunk: Chunk) -> None:
+        """Same in plain PyTorch: what runs on a CPU. It multiplies zeros."""
+        head, logits, counts = self.head, self._logits_of(chunk), self.blocks(chunk)
+        column = self.labels[chunk.rows].clamp(0, logits.shape[1] - 1)[:, None]
+        label_grad = logits.gather(1, column)
+        logits.scatter_(1, column, 0)
+        num_tiles = head.tile_means.shape[0]
+        dz = torch.nn.functional.pad(logits, (0, num_tiles * TILE_COLUMNS - logits.shape[1]))
+        mass = dz.view(chunk.size, num_tiles, TILE_COLUMNS).sum(dim=2)  # [C, K]
+        for block in range(counts.shape[0]):
+            rows = slice(block * BLOCK_ROWS, (block + 1) * BLOCK_ROWS)
+            is_kept = mass[rows].nan_to_num(0).amax(dim=0) > self.max_tile_mass  # [K]
+            counts[block] = is_kept.sum()
+            mass[rows].masked_fill_(is_kept, 0)
+            dz[rows].masked_fill_(~is_kept.repeat_interleave(TILE_COLUMNS), 0)
+        self.bound[chunk.rows] = (mass.float() * head.tile_radius).sum(dim=1)
+        label_part = label_grad * head.weight[column[:, 0]]
+        self.dx[chunk.rows] = dz @ head.weight + mass @ head.tile_means + label_part
 
 
 def linear_ce_skip(
@@ -359,11 +334,17 @@ def linear_ce_skip(
     is_known = (labels >= 0) & (labels < vocab_size)
     columns = torch.where(is_known, head.column_of[labels.clamp(0, vocab_size - 1)], -1)
     options = row_options(x, logit_scale=logit_scale, softcap=softcap)
-    *out, bound, kept_frac = _LinearCESkip.apply(
-        x, head, columns, options, chunk_rows, max_tile_mass, as_triton
+    loss = SkippingCE(
+        x=x,
+        head=head,
+        labels=columns,
+        options=options,
+        as_triton=as_triton,
+        max_tile_mass=max_tile_mass,
     )
-    results = LinearCE(*out)
+    results = run_loss(loss, chunk_rows=chunk_rows)
+    kept_frac = loss.counts.float().mean() / head.tile_means.shape[0]
     return (
         results._replace(argmax=head.token_of[results.argmax]),
-        SkipReport(error_bound=bound, kept_frac=kept_frac),
+        SkipReport(error_bound=loss.bound, kept_frac=kept_frac),
     )

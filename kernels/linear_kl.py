@@ -7,13 +7,14 @@ subtraction. Formulas and figures: docs/kernels.md. Letters: N rows, C rows of a
 V vocabulary.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from dflash_offline.kernels import head_rows
-from dflash_offline.kernels.head_rows import RowLaunch, check_head, check_labels, scale_rows
+from dflash_offline.kernels.frozen_head import Chunk, FrozenHeadLoss, run_loss
+from dflash_offline.kernels.head_rows import RowLaunch, check_head, check_labels, check_scale
 from dflash_offline.kernels.linear_kl_torch import KLOptions, torch_chunk
-from dflash_offline.kernels.logit_chunks import chunk_bounds, chunk_buffer, full_precision_sums
 from dflash_offline.kernels.logit_math import (
     cap_logits,
     cap_slope,
@@ -284,52 +285,38 @@ def _triton_chunk(
     )
 
 
-class _LinearKL(torch.autograd.Function):
-    """Saves dX [N, H], made in forward for an upstream gradient of one."""
+@dataclass(kw_only=True)
+class SharedHeadKL(FrozenHeadLoss):
+    """linear_kl over one batch."""
 
-    @staticmethod
-    def forward(ctx, x, weight, teacher_x, labels, options, chunk_rows, as_triton):
-        num_rows, (num_columns, hidden) = x.shape[0], weight.shape
-        out = head_rows.empty_results(LinearKL, x)
-        dx = torch.empty_like(x) if options.with_grad else None
-        row_pass = _triton_chunk if as_triton else torch_chunk
-        bounds = chunk_bounds(num_rows, chunk_rows)
-        rows = bounds[0][1] if bounds else 0
-        kind = {"dtype": x.dtype, "device": x.device}
-        teacher_logits = chunk_buffer("logits", rows, num_columns, **kind)
-        delta_logits = chunk_buffer("delta", rows, num_columns, **kind)
-        delta_x = chunk_buffer("delta_x", rows, hidden, **kind)
-        with full_precision_sums(), torch.cuda.device_of(x):
-            for start, end in bounds:
-                chunk, size = slice(start, end), end - start
-                logits, delta = teacher_logits[:size], delta_logits[:size]
-                # Subtracted in fp32 and rounded once, whatever the dtype.
-                torch.sub(x[chunk], teacher_x[chunk], out=delta_x[:size])
-                torch.mm(teacher_x[chunk], weight.T, out=logits)
-                torch.mm(delta_x[:size], weight.T, out=delta)
-                row_pass(
-                    x[chunk],
-                    teacher_x[chunk],
-                    weight,
-                    None if labels is None else labels[chunk],
-                    logits,
-                    delta,
-                    LinearKL(*(o[chunk] for o in out)),
-                    options,
-                )
-                if options.with_grad:
-                    torch.mm(delta, weight, out=dx[chunk])
-        ctx.mark_non_differentiable(*out[1:])
-        ctx.save_for_backward(dx)
-        ctx.as_triton = as_triton
-        return tuple(out)
+    weight: Tensor  # [V, H]
+    teacher_x: Tensor  # [N, H]
+    labels: Tensor | None  # [N]
+    kind: type = LinearKL
 
-    @staticmethod
-    def backward(ctx, grad_loss, *_unused):
-        (dx,) = ctx.saved_tensors
-        with torch.cuda.device_of(dx):
-            grad = scale_rows(dx, grad_loss, as_triton=ctx.as_triton)
-        return grad, None, None, None, None, None, None
+    def _logits_of(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """Return the buffers of teacher logits and of differences."""
+        columns, dtype = self.weight.shape[0], self.x.dtype
+        return chunk.buffer("logits", columns, dtype), chunk.buffer("delta", columns, dtype)
+
+    def logits(self, chunk: Chunk) -> None:
+        x, teacher_x = self.x[chunk.rows], self.teacher_x[chunk.rows]
+        logits, delta = self._logits_of(chunk)
+        delta_x = chunk.buffer("delta_x", self.x.shape[1], self.x.dtype)
+        # Subtracted in fp32 and rounded once, whatever the dtype.
+        torch.sub(x, teacher_x, out=delta_x)
+        torch.mm(teacher_x, self.weight.T, out=logits)
+        torch.mm(delta_x, self.weight.T, out=delta)
+
+    def row_pass(self, chunk: Chunk) -> None:
+        run = _triton_chunk if self.as_triton else torch_chunk
+        labels = None if self.labels is None else self.labels[chunk.rows]
+        x, teacher_x = self.x[chunk.rows], self.teacher_x[chunk.rows]
+        buffers, out = self._logits_of(chunk), self.results(chunk)
+        run(x, teacher_x, self.weight, labels, *buffers, out, self.options)
+
+    def gradient(self, chunk: Chunk) -> None:
+        torch.mm(self._logits_of(chunk)[1], self.weight, out=self.dx[chunk.rows])
 
 
 def linear_kl(
@@ -363,7 +350,7 @@ def linear_kl(
         kl_weight, reverse_kl_weight, tv_weight, ce_weight: constant factors of the terms.
         logit_scale: factor on the logits, before the soft-cap.
         softcap: bound of the tanh soft-cap, or None.
-        chunk_rows: most rows whose logits exist at a time; changes the result by rounding only.
+        chunk_rows: most rows of a chunk, as in linear_ce.
         vocab_size: rows of weight that take part, where it is padded beyond the vocabulary.
         implementation: "triton", "reference" (the same algorithm in plain PyTorch), or None to
             choose by device.
@@ -386,7 +373,7 @@ def linear_kl(
         labels = check_labels(labels, num_rows=x.shape[0])
     elif ce_weight:
         raise ValueError(f"ce_weight is {ce_weight} without labels; pass labels or set it to 0")
-    head_rows.check_scale(logit_scale, softcap)
+    check_scale(logit_scale, softcap)
     options = KLOptions(
         with_grad=x.requires_grad and torch.is_grad_enabled(),
         kl_weight=float(kl_weight),
@@ -396,5 +383,12 @@ def linear_kl(
         logit_scale=float(logit_scale),
         softcap=None if softcap is None else float(softcap),
     )
-    results = _LinearKL.apply(x, weight, teacher_x.detach(), labels, options, chunk_rows, as_triton)
-    return LinearKL(*results)
+    loss = SharedHeadKL(
+        x=x,
+        weight=weight,
+        teacher_x=teacher_x.detach(),
+        labels=labels,
+        options=options,
+        as_triton=as_triton,
+    )
+    return run_loss(loss, chunk_rows=chunk_rows)

@@ -6,18 +6,13 @@ linear_ce does for its label. Formulas and figures: docs/kernels.md. Letters: N 
 chunk, H hidden, V vocabulary, k listed columns.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from dflash_offline.kernels.head_rows import (
-    RowOptions,
-    check_head,
-    empty_results,
-    row_launch,
-    row_options,
-    scale_rows,
-)
-from dflash_offline.kernels.logit_chunks import chunk_bounds, chunk_buffer, full_precision_sums
+from dflash_offline.kernels.frozen_head import Chunk, FrozenHeadLoss, run_loss
+from dflash_offline.kernels.head_rows import RowOptions, check_head, row_launch, row_options
 from dflash_offline.kernels.logit_math import cap_logits, cap_slope, exp_scaled
 from dflash_offline.kernels.optional_triton import tl, triton, use_triton
 from dflash_offline.kernels.reference_loss import TAIL_FLOOR, LinearTopKKL, accumulate_dtype
@@ -38,6 +33,7 @@ def _listed_logits_kernel(
     stride_x,
     stride_w,
     stride_ids,
+    stride_listed,
     num_columns,
     hidden,
     num_listed,
@@ -62,7 +58,7 @@ def _listed_logits_kernel(
                 other=0.0,
             )
             total += tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
-        tl.store(out_ptr + row * num_listed + offs_k, total, mask=mask_k)
+        tl.store(out_ptr + row * stride_listed + offs_k, total, mask=mask_k)
 
 
 @triton.jit(do_not_specialize=["num_columns"], do_not_specialize_on_alignment=PER_ROW)
@@ -78,6 +74,7 @@ def _linear_kl_topk_rows_kernel(
     stride_z,
     stride_ids,
     stride_logprobs,
+    stride_listed,
     num_columns,
     num_listed,
     logit_scale,
@@ -108,7 +105,7 @@ def _linear_kl_topk_rows_kernel(
     mask_k = mask_k & is_known
     log_q = tl.load(logprobs_ptr + row * stride_logprobs + offs_k, mask=mask_k, other=neg_inf)
     log_q = log_q.to(tl.float32)
-    raw_listed = tl.load(listed_ptr + row * num_listed + offs_k, mask=mask_k, other=0.0)
+    raw_listed = tl.load(listed_ptr + row * stride_listed + offs_k, mask=mask_k, other=0.0)
     listed = raw_listed * logit_scale
     if HAS_SOFTCAP:
         listed = cap_logits(raw_listed, logit_scale, softcap)
@@ -187,13 +184,13 @@ def _triton_chunk(
     ids: Tensor,
     logprobs: Tensor,
     logits: Tensor,
+    listed: Tensor,
     out: LinearTopKKL,
     options: RowOptions,
 ) -> None:
-    """Fill `out` from raw logits [C, V]; with_grad, leave dz in their place."""
+    """Fill `out` from raw logits [C, V]; with_grad, leave dz in their place. `listed` is room."""
     (num_rows, num_listed), num_columns = ids.shape, weight.shape[0]
     launch = row_launch(x.device)
-    listed = chunk_buffer("listed", 1, ids.numel(), dtype=torch.float32, device=x.device)
     _listed_logits_kernel[(num_rows,)](
         x,
         weight,
@@ -202,6 +199,7 @@ def _triton_chunk(
         x.stride(0),
         weight.stride(0),
         ids.stride(0),
+        listed.stride(0),
         num_columns,
         x.shape[1],
         num_listed,
@@ -218,6 +216,7 @@ def _triton_chunk(
         logits.stride(0),
         ids.stride(0),
         logprobs.stride(0),
+        listed.stride(0),
         num_columns,
         num_listed,
         options.logit_scale,
@@ -274,37 +273,32 @@ def _torch_chunk(
         logits.copy_(dz.masked_fill_(~valid[:, None], float("nan")))
 
 
-class _LinearTopKKL(torch.autograd.Function):
-    """Saves dX [N, H], made in forward for an upstream gradient of one."""
+@dataclass(kw_only=True)
+class TopKTeacherKL(FrozenHeadLoss):
+    """linear_kl_topk over one batch."""
 
-    @staticmethod
-    def forward(ctx, x, weight, ids, logprobs, options, chunk_rows, as_triton):
-        out = empty_results(LinearTopKKL, x)
-        dx = torch.empty_like(x) if options.with_grad else None
-        row_pass = _triton_chunk if as_triton else _torch_chunk
-        bounds = chunk_bounds(x.shape[0], chunk_rows)
-        rows = bounds[0][1] if bounds else 0
-        buffer = chunk_buffer("logits", rows, weight.shape[0], dtype=x.dtype, device=x.device)
-        with full_precision_sums(), torch.cuda.device_of(x):
-            for start, end in bounds:
-                chunk = slice(start, end)
-                logits = buffer[: end - start]
-                torch.mm(x[chunk], weight.T, out=logits)
-                results = LinearTopKKL(*(o[chunk] for o in out))
-                row_pass(x[chunk], weight, ids[chunk], logprobs[chunk], logits, results, options)
-                if options.with_grad:
-                    torch.mm(logits, weight, out=dx[chunk])
-        ctx.mark_non_differentiable(*out[1:])
-        ctx.save_for_backward(dx)
-        ctx.as_triton = as_triton
-        return tuple(out)
+    weight: Tensor  # [V, H]
+    ids: Tensor  # [N, k]
+    logprobs: Tensor  # [N, k]
+    kind: type = LinearTopKKL
 
-    @staticmethod
-    def backward(ctx, grad_loss, *_unused):
-        (dx,) = ctx.saved_tensors
-        with torch.cuda.device_of(dx):
-            grad = scale_rows(dx, grad_loss, as_triton=ctx.as_triton)
-        return grad, None, None, None, None, None, None
+    def _logits_of(self, chunk: Chunk) -> Tensor:
+        return chunk.buffer("logits", self.weight.shape[0], self.x.dtype)
+
+    def logits(self, chunk: Chunk) -> None:
+        torch.mm(self.x[chunk.rows], self.weight.T, out=self._logits_of(chunk))
+
+    def row_pass(self, chunk: Chunk) -> None:
+        x, ids, logprobs = (each[chunk.rows] for each in (self.x, self.ids, self.logprobs))
+        logits, out = self._logits_of(chunk), self.results(chunk)
+        if self.as_triton:
+            listed = chunk.buffer("listed", ids.shape[1], torch.float32)
+            _triton_chunk(x, self.weight, ids, logprobs, logits, listed, out, self.options)
+        else:
+            _torch_chunk(x, self.weight, ids, logprobs, logits, out, self.options)
+
+    def gradient(self, chunk: Chunk) -> None:
+        torch.mm(self._logits_of(chunk), self.weight, out=self.dx[chunk.rows])
 
 
 def linear_kl_topk(
@@ -335,7 +329,7 @@ def linear_kl_topk(
         topk_logprobs: [N, k] floating, the teacher's log-probabilities of the full distribution.
         logit_scale: factor on the logits, before the soft-cap.
         softcap: bound of the tanh soft-cap, or None.
-        chunk_rows: most rows whose logits exist at a time; changes the result by rounding only.
+        chunk_rows: most rows of a chunk, as in linear_ce.
         vocab_size: rows of weight that take part, where it is padded beyond the vocabulary.
         implementation: "triton", "reference" (the same algorithm in plain PyTorch), or None to
             choose by device.
@@ -356,13 +350,12 @@ def linear_kl_topk(
             f"both must be [{x.shape[0]}, k] with k at least 1"
         )
     options = row_options(x, logit_scale=logit_scale, softcap=softcap)
-    results = _LinearTopKKL.apply(
-        x,
-        weight,
-        topk_ids.contiguous(),
-        topk_logprobs.detach().contiguous(),
-        options,
-        chunk_rows,
-        as_triton,
+    loss = TopKTeacherKL(
+        x=x,
+        weight=weight,
+        ids=topk_ids.contiguous(),
+        logprobs=topk_logprobs.detach().contiguous(),
+        options=options,
+        as_triton=as_triton,
     )
-    return LinearTopKKL(*results)
+    return run_loss(loss, chunk_rows=chunk_rows)

@@ -1,7 +1,7 @@
-"""Chunks of logits: how rows are cut, which buffers they use, and the two products around them.
+"""Chunks of logits: how rows are cut and which buffers they use.
 
-The loss heads hold logits of one chunk at a time, in a buffer that is kept between calls. Letters:
-N rows, C rows of a chunk, H hidden, V vocabulary.
+The loss heads hold logits of a chunk or two at a time, in buffers that are kept between calls.
+Letters: N rows, C rows of a chunk, H hidden, V vocabulary.
 """
 
 from collections.abc import Iterator
@@ -35,17 +35,24 @@ def chunk_bounds(num_rows: int, chunk_rows: int) -> list[tuple[int, int]]:
 
 
 def chunk_buffer(
-    name: str, rows: int, columns: int, *, dtype: torch.dtype, device: torch.device
+    name: str,
+    rows: int,
+    columns: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    stream: torch.cuda.Stream | None = None,
 ) -> Tensor:
     """Return an uninitialised [rows, columns] buffer, rows at multiples of 64 elements.
 
-    One buffer is kept per name, dtype, device and CUDA stream; it grows to the largest size asked
-    for and is never given back before `release_buffers`. Its contents hold until the next call
-    with the same name on the same stream.
+    One buffer is kept per name, dtype, device and CUDA stream (the current one by default); it
+    grows to the largest size asked for and is never given back before `release_buffers`. Its
+    contents hold until the next call with the same name on the same stream.
     """
     stride = -(-columns // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    key = (name, dtype, device, stream)
+    if device.type == "cuda" and stream is None:
+        stream = torch.cuda.current_stream(device)
+    key = (name, dtype, device, stream.cuda_stream if stream else 0)
     stored = _buffers.get(key)
     if stored is None or stored.numel() < rows * stride:
         # Dropped first, so that the old and the new buffer never exist together.

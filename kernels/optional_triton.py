@@ -6,26 +6,40 @@ PyTorch paths) on a machine without Triton.
 
 import torch
 
+
+class _StandIn:
+    """Lets `@triton.jit` and `tl.constexpr` stand in modules that launch no kernel."""
+
+    @staticmethod
+    def constexpr(value=None):
+        return value
+
+    @staticmethod
+    def jit(fn=None, **_options):
+        return fn if fn is not None else lambda kernel: kernel
+
+
 try:
     import triton
     import triton.language as tl
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     HAS_TRITON = True
+    # The lower language is experimental: its names are those of this version.
+    HAS_GLUON = triton.__version__.startswith("3.6.")
 except ImportError:
-    HAS_TRITON = False
-
-    class _StandIn:
-        """Lets `@triton.jit` and `tl.constexpr` stand in modules that launch no kernel."""
-
-        constexpr = object
-
-        @staticmethod
-        def jit(fn=None, **_options):
-            return fn if fn is not None else lambda kernel: kernel
-
+    HAS_TRITON = HAS_GLUON = False
     triton = tl = _StandIn()
     TensorDescriptor = None
+
+if HAS_GLUON:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia import hopper
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+else:
+    gluon = gl = hopper = _StandIn()
+    GluonDescriptor = None
 
 
 def is_interpreted() -> bool:

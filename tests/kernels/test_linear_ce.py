@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from dflash_offline.kernels import head_rows, logit_chunks
+from dflash_offline.kernels import frozen_head, head_rows, logit_chunks
 from dflash_offline.kernels.linear_ce import linear_ce, warm_up
 from dflash_offline.kernels.logit_chunks import chunk_bounds, chunk_buffer, release_buffers
 from dflash_offline.kernels.optional_triton import HAS_TRITON, triton
@@ -37,13 +37,17 @@ def small_tiles(monkeypatch):
     """
     monkeypatch.setattr(head_rows, "DEFAULT_ROW_LAUNCH", head_rows.RowLaunch(128, 32, 4))
     monkeypatch.setattr(head_rows, "ROW_LAUNCH", {})
-    real = chunk_buffer
+    real = frozen_head.Chunk.buffer
+    seen = []
 
-    def poisoned(*args, **kwargs):
-        buffer = real(*args, **kwargs)
-        return buffer.fill_(float("nan")) if buffer.dtype.is_floating_point else buffer
+    def poisoned(chunk, name, columns, dtype):
+        buffer = real(chunk, name, columns, dtype)
+        if not any(chunk is other and name == used for other, used in seen):
+            seen.append((chunk, name))
+            buffer.fill_(float("nan"))
+        return buffer
 
-    monkeypatch.setattr("dflash_offline.kernels.linear_ce.chunk_buffer", poisoned)
+    monkeypatch.setattr(frozen_head.Chunk, "buffer", poisoned)
     torch.ones(1 << 16, dtype=torch.float64).exp()
     yield
     release_buffers()
