@@ -36,6 +36,7 @@ def option(
     secret: bool = False,
     metavar: str | None = None,
     argument: bool = False,
+    group: str | None = None,
 ) -> Any:
     """Declare one field of a command's dataclass together with its command line option.
 
@@ -50,6 +51,7 @@ def option(
         secret: masked wherever the configuration is printed or saved.
         metavar: what stands for the value in `--help`.
         argument: positional, without dashes; always required.
+        group: heading in `--help` of this option and of those after it.
     """
     metadata = {
         "help": help,
@@ -60,6 +62,7 @@ def option(
         "secret": secret,
         "metavar": metavar,
         "argument": argument,
+        "group": group,
     }
     if required or argument:
         return dataclasses.field(metadata=metadata)
@@ -89,13 +92,38 @@ def click_command(config: type, *, name: str, help: str, run: str) -> click.Comm
         module, function = run.split(":")
         getattr(importlib.import_module(module), function)(config(**given))
 
-    return click.Command(
+    groups = {field.name: field.metadata["group"] for field in dataclasses.fields(config)}
+    return _GroupedCommand(
         name,
         params=[*parameters, _config_file_option(config), version_option(name)],
         callback=body,
         help=help,
         context_settings=CONTEXT,
+        groups={name: heading for name, heading in groups.items() if heading},
     )
+
+
+class _GroupedCommand(click.Command):
+    """Shows options under the headings that their declarations give, in their order."""
+
+    def __init__(self, *args: Any, groups: dict[str, str], **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._groups = groups | {"config": "Other"} if groups else {}
+
+    def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the sections of the options."""
+        if not self._groups:
+            super().format_options(context, formatter)
+            return
+        sections: dict[str, list[tuple[str, str]]] = {}
+        heading = "Options"
+        for parameter in self.get_params(context):
+            heading = self._groups.get(parameter.name or "", heading)
+            if (record := parameter.get_help_record(context)) is not None:
+                sections.setdefault(heading, []).append(record)
+        for heading, records in sections.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
 
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 100}

@@ -137,3 +137,15 @@ def test_options_are_the_fields(script: str, config: type):
             assert option.get_default(click.Context(command)) == field.default
             if not option.is_flag:
                 assert f"[default: {field.default}" in page, spelled
+
+
+def test_options_stand_under_headings():
+    page = help_of(cli_of(SCRIPTS["dflash-train"]))
+    headings = re.findall(r"^([A-Z].*):$", page, re.MULTILINE)
+    assert headings[0] == "Data"
+    assert headings[-1] == "Other"
+    assert len(headings) == len(set(headings)) > 5
+    data, other = page.split("\nData:\n")[1].split("\nRun:\n")[0], page.split("\nOther:\n")[1]
+    assert "--cache" in data
+    assert "--out" not in data
+    assert "--config" in other

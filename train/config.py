@@ -19,18 +19,29 @@ class TrainConfig:
         multiple=True,
         required=True,
         metavar="URL",
+        group="Data",
     )
     weight: tuple[float, ...] = option(
         help="Rounds over the store of the same place that an epoch takes; 1 each by default.",
         multiple=True,
         type=click.FloatRange(min=0, min_open=True),
     )
-    out: Path = option(
-        help="Folder of the run: log, checkpoints, final drafter in draft/, report.html.",
-        type=click.Path(path_type=Path, file_okay=False),
-        required=True,
+    where: str | None = option(
+        None,
+        help="Condition on training samples, such as 'source == \"code\" and length < 2000'.",
+        metavar="EXPR",
     )
-    resume: bool = option(False, help="Go on from the newest checkpoint in --out, if there is one.")
+    supervise: str = option(
+        "all",
+        help="Tokens to train on: all supervised ones, the last turn's, or all but reasoning.",
+        type=click.Choice(["all", "last", "no-reasoning"]),
+    )
+    num_samples: int | None = option(
+        None, help="Use only the first so many training samples of each store.", type=_POSITIVE
+    )
+    layers: str | None = option(
+        None, help="Captured layers to use, comma-separated ids; all of the store by default."
+    )
     partial: bool = option(False, help="Accept a store whose extraction has not finished.")
     damaged: str = option(
         "stop",
@@ -51,26 +62,26 @@ class TrainConfig:
     read_cache_gb: float = option(
         100.0, help="Size that --read-cache may reach, in GB.", type=click.FloatRange(min=0)
     )
-    where: str | None = option(
+    out: Path = option(
+        help="Folder of the run: log, checkpoints, final drafter in draft/, report.html.",
+        type=click.Path(path_type=Path, file_okay=False),
+        required=True,
+        group="Run",
+    )
+    resume: bool = option(False, help="Go on from the newest checkpoint in --out, if there is one.")
+    init_from: Path | None = option(
         None,
-        help="Condition on training samples, such as 'source == \"code\" and length < 2000'.",
-        metavar="EXPR",
+        help="Exported drafter to start from, ours or z-lab's; brings its own shape.",
+        type=click.Path(path_type=Path, file_okay=False),
     )
-    supervise: str = option(
-        "all",
-        help="Tokens to train on: all supervised ones, the last turn's, or all but reasoning.",
-        type=click.Choice(["all", "last", "no-reasoning"]),
-    )
-    num_samples: int | None = option(
-        None, help="Use only the first so many training samples of each store.", type=_POSITIVE
-    )
-    layers: str | None = option(
-        None, help="Captured layers to use, comma-separated ids; all of the store by default."
+    seed: int = option(
+        0, help="Seed of weights, sample order and anchors.", type=click.IntRange(0, 2**63 - 1)
     )
     draft_config: Path | None = option(
         None,
         help="JSON file with keys of the drafter's config.json that replace the target's values.",
         type=click.Path(path_type=Path, dir_okay=False, exists=True),
+        group="Drafter",
     )
     draft_layers: int | None = option(
         None,
@@ -83,22 +94,16 @@ class TrainConfig:
         help="Slots of a block, the anchor included.  [default: 16]",
         type=click.IntRange(2, 64),
     )
-    sample_from_anchor: bool = option(
-        False,
-        help="Anchor-first layout: slot k predicts the token at anchor + k + 1, not anchor + k.",
-    )
     mask_token_id: int | None = option(
         None,
         help="Token that stands for a slot to draft; chosen by rule and printed by default.",
         type=click.IntRange(min=0),
     )
-    init_from: Path | None = option(
-        None,
-        help="Exported drafter to start from, ours or z-lab's; brings its own shape.",
-        type=click.Path(path_type=Path, file_okay=False),
-    )
     num_anchors: int = option(
-        512, help="Most anchors of a sample, drawn anew each time it comes up.", type=_POSITIVE
+        512,
+        help="Most anchors of a sample, drawn anew each time it comes up.",
+        type=_POSITIVE,
+        group="What is learned",
     )
     loss: str = option(
         "decay",
@@ -118,12 +123,7 @@ class TrainConfig:
         type=click.FloatRange(min=0),
     )
     samples_per_step: int = option(
-        32, help="Samples of an optimiser step, over all processes.", type=_POSITIVE
-    )
-    rows_per_pass: int = option(
-        16384,
-        help="Most block rows of one forward and backward; memory only, learns the same.",
-        type=click.IntRange(min=64),
+        32, help="Samples of an optimiser step, over all processes.", type=_POSITIVE, group="Steps"
     )
     num_epochs: float | None = option(
         None,
@@ -133,18 +133,14 @@ class TrainConfig:
     num_steps: int | None = option(None, help="Optimiser steps to train.", type=_POSITIVE)
     max_minutes: float | None = option(
         None,
-        help="Minutes after which the run ends as if complete; no limit by default.",
+        help="Minutes after which the run ends as if complete; alone, the rate follows them too.",
         type=click.FloatRange(min=0, min_open=True),
-    )
-    schedule_over: str = option(
-        "steps",
-        help="Whether the learning rate follows the steps, or the minutes of --max-minutes.",
-        type=click.Choice(["steps", "minutes"]),
     )
     optimizer: str = option(
         "adamw",
         help="AdamW, or Muon for matrices and AdamW for the rest, at the same learning rate.",
         type=click.Choice(["adamw", "muon"]),
+        group="Optimiser",
     )
     ema: float | None = option(
         None,
@@ -177,13 +173,11 @@ class TrainConfig:
         type=click.FloatRange(min=0, min_open=True),
         names=("--clip", "--max-grad-norm"),
     )
-    seed: int = option(
-        0, help="Seed of weights, sample order and anchors.", type=click.IntRange(0, 2**63 - 1)
-    )
     gpus: str = option(
         "all",
         help="Processes on this machine, one for each GPU; without GPUs, on the CPU.",
         metavar="all|N",
+        group="Machine",
     )
     device: str = option("auto", help="Where to train.", type=click.Choice(["auto", "cpu", "cuda"]))
     dtype: str = option(
@@ -196,21 +190,22 @@ class TrainConfig:
         help="Products in FP8, faster and less exact: the head's, or all but keys' and values'.",
         type=click.Choice(["none", "head", "all"]),
     )
-    export_dtype: str = option(
-        "auto",
-        help="Dtype of exported drafters; auto is the compute dtype.",
-        type=click.Choice(["auto", "bfloat16", "float32"]),
+    rows_per_pass: int = option(
+        16384,
+        help="Most block rows of one forward and backward; memory only, learns the same.",
+        type=click.IntRange(min=64),
     )
-    log_every: int = option(10, help="Steps between records of the log.", type=_POSITIVE)
+    log_every: int = option(
+        10, help="Steps between records of the log.", type=_POSITIVE, group="Records"
+    )
     eval_every: int = option(
         500,
         help="Steps between evaluations on the held-out samples; also at the end.",
         type=_POSITIVE,
     )
-    eval_anchors: int = option(
-        64, help="Most anchors of a held-out sample in an evaluation.", type=_POSITIVE
-    )
-    checkpoint_every: int = option(
-        500, help="Steps between checkpoints; also at the end and on a signal.", type=_POSITIVE
+    checkpoint_every: str = option(
+        "500",
+        help="Steps between checkpoints, or minutes, such as 30m; also at the end and on a signal.",
+        metavar="STEPS|MINUTESm",
     )
     keep_checkpoints: int = option(2, help="Checkpoints to keep, the newest ones.", type=_POSITIVE)

@@ -29,7 +29,6 @@ class ShapeWishes:
     draft_config: Path | None = None
     draft_layers: int | None = None
     block_size: int | None = None
-    sample_from_anchor: bool = False
 
 
 def new_drafter_config(
@@ -61,12 +60,10 @@ def new_drafter_config(
 
 
 def with_wishes(config: DrafterConfig, wishes: ShapeWishes) -> DrafterConfig:
-    """Apply what changes no tensor's shape: block size and slot layout."""
+    """Apply what changes no tensor's shape."""
     changed = config.to_json()
     if wishes.block_size is not None:
         changed["block_size"] = changed["dflash_config"]["block_size"] = wishes.block_size
-    if wishes.sample_from_anchor:
-        changed["dflash_config"]["sample_from_anchor"] = True
     return DrafterConfig.from_json(changed)
 
 
@@ -164,8 +161,9 @@ def _merge(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
         raise BadInput(f"--draft-config sets {unknown[0]}, which a DFlash drafter has not; drop it")
     merged = base | given
     merged["dflash_config"] = base["dflash_config"] | (given.get("dflash_config") or {})
-    if "block_size" in given and "block_size" not in (given.get("dflash_config") or {}):
-        merged["dflash_config"]["block_size"] = given["block_size"]
+    for key in ("block_size", "sample_from_anchor"):
+        if key in given and key not in (given.get("dflash_config") or {}):
+            merged["dflash_config"][key] = given[key]
     if "num_hidden_layers" in given and "layer_types" not in given:
         merged["layer_types"] = None
     if "layer_types" in given and "is_causal" not in given:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from dflash_offline.common.errors import BadInput, DamagedStore, Stopped
+from dflash_offline.common.errors import BadInput, Stopped
 from dflash_offline.common.options import config_as_dict
 from dflash_offline.common.progress import format_seconds
 from dflash_offline.train.announce import announce, peak_memory, say
@@ -30,13 +30,14 @@ from dflash_offline.train.distributed import (
     leave_world,
     sum_over_ranks,
 )
-from dflash_offline.train.evaluate import CacheEvaluation, evaluate_cache, merge
+from dflash_offline.train.evaluate import merge
 from dflash_offline.train.flops import datasheet_rate, pass_flops
+from dflash_offline.train.held_out import evaluate
 from dflash_offline.train.optimizer import Optimizer
 from dflash_offline.train.phase_clock import PhaseClock
 from dflash_offline.train.report import write_report
 from dflash_offline.train.run_log import Counts, RunLog, Window, speeds
-from dflash_offline.train.schedule import lr_factor
+from dflash_offline.train.schedule import lr_factor, parse_every
 from dflash_offline.train.setup import Setup, prepare
 from dflash_offline.train.step import accumulate
 from dflash_offline.train.stream import StepBuilder, StepInput, Stream
@@ -80,6 +81,8 @@ class Run:
         self._world = setup.world
         self._state = replace(setup.state, is_finished=False)
         self._saved = setup.state.step, setup.state.is_finished
+        self._saved_at = time.monotonic()
+        self._every = parse_every(setup.config.checkpoint_every)
         self._optimizer = Optimizer(
             setup.drafter,
             weight_decay=setup.config.weight_decay,
@@ -164,11 +167,9 @@ class Run:
 
     def _progress(self) -> float:
         """Return how much of the run is over at the end of the coming step."""
-        if self._config.schedule_over == "minutes":
-            assert self._config.max_minutes is not None
-            return max(1e-9, self._state.elapsed_s / (60 * self._config.max_minutes))
         if self._setup.num_steps is None:
-            return 1.0
+            assert self._config.max_minutes is not None, "nothing ends the run"
+            return max(1e-9, self._state.elapsed_s / (60 * self._config.max_minutes))
         return (self._state.step + 1) / self._setup.num_steps
 
     def _is_over(self) -> bool:
@@ -198,8 +199,17 @@ class Run:
             self._record()
         if step % config.eval_every == 0 or over:
             self._evaluate()
-        if step % config.checkpoint_every == 0 and not over:
+        if not over and self._is_checkpoint_due():
             self._save()
+
+    def _is_checkpoint_due(self) -> bool:
+        """Say whether it is time for a checkpoint, the same on every process."""
+        if self._every.steps is not None:
+            return self._state.step % self._every.steps == 0
+        if self._state.step % self._check_every:
+            return False
+        waited = time.monotonic() - self._saved_at
+        return largest(waited, self._world, self._setup.device) >= self._every.seconds
 
     def _record(self) -> None:
         record, skipped = self._window.read()
@@ -278,12 +288,13 @@ class Run:
                 self._state,
                 drafter=self._setup.drafter,
                 optimizer=self._optimizer,
-                dtype=self._setup.export_dtype,
+                dtype=self._setup.dtype,
                 target=self._setup.caches[0].identity.target,
                 keep=self._config.keep_checkpoints,
                 is_first=self._world.is_first,
             )
             self._saved = here
+            self._saved_at = time.monotonic()
         return folder
 
     def _publish(self) -> Path:
@@ -344,36 +355,6 @@ def train_step(
         sum_over_ranks([totals])
         norm, skipped = optimizer.step(lr=lr, weight_sum=totals[1], clip=setup.config.clip)
     return torch.where(skipped > 0, torch.zeros_like(totals), totals), norm, skipped
-
-
-def evaluate(setup: Setup) -> CacheEvaluation | None:
-    """Evaluate this process's part of the held-out samples; None where it has none."""
-    parts = []
-    for cache in setup.caches:
-        mine = cache.held_out_samples[setup.world.rank :: setup.world.size]
-        if not mine:
-            continue
-        try:
-            part = evaluate_cache(
-                setup.drafter,
-                cache,
-                embed=setup.head.embed,
-                head=setup.head.weight,
-                supervise=setup.config.supervise,
-                samples=mine,
-                max_anchors=setup.config.eval_anchors,
-                dtype=setup.dtype,
-            )
-        except DamagedStore as problem:
-            if setup.config.damaged == "stop":
-                raise
-            say(f"not evaluated: {cache.blobs.url}: {problem}")
-            continue
-        except BadInput:
-            # None of these few samples has an anchor; others may.
-            continue
-        parts.append(part)
-    return merge(parts) if parts else None
 
 
 @contextmanager

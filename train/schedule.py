@@ -1,6 +1,13 @@
-"""The learning rate over a run, as a factor of its peak: a pure function of progress."""
+"""The learning rate over a run, as a factor of its peak: a pure function of progress.
+
+And how often something is done, in steps or in minutes.
+"""
 
 import math
+import re
+from dataclasses import dataclass
+
+from dflash_offline.common.errors import BadInput
 
 COSINE, WSD, CONSTANT = "cosine", "wsd", "constant"
 SCHEDULES = (COSINE, WSD, CONSTANT)
@@ -29,3 +36,29 @@ def lr_factor(progress: float, *, warmup_frac: float, kind: str = COSINE) -> flo
     assert kind == COSINE, f"schedule is {kind}"
     after = (progress - warmup_frac) / max(1e-12, 1.0 - warmup_frac)
     return 0.5 * (1.0 + math.cos(math.pi * after))
+
+
+@dataclass(frozen=True)
+class Every:
+    """An interval: in steps, or else in seconds."""
+
+    steps: int | None
+    seconds: float = math.inf
+
+
+def parse_every(text: str) -> Every:
+    """Return what `--checkpoint-every` says: `500` steps, or `30m` minutes.
+
+    Raises:
+        BadInput: neither, or nothing above zero.
+    """
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(m?)", text)
+    if found and float(found[1]) > 0:
+        if found[2]:
+            return Every(None, 60 * float(found[1]))
+        if found[1].isdecimal():
+            return Every(int(found[1]))
+    raise BadInput(
+        f"--checkpoint-every {text} is no interval; give a number of steps, such as 500, or of "
+        "minutes, such as 30m"
+    )

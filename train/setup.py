@@ -36,6 +36,7 @@ from dflash_offline.train.memory_model import memory_line
 from dflash_offline.train.objective import Objective, objective_of
 from dflash_offline.train.order import SampleOrder, StoreSamples
 from dflash_offline.train.row_loss import row_losses
+from dflash_offline.train.schedule import parse_every
 from dflash_offline.train.sources import (
     check_supervision,
     open_caches,
@@ -50,10 +51,9 @@ _DEFAULT_EPOCHS = 6.0
 # Options that change nothing of what a step learns from.
 _FREE_OPTIONS = {
     "cache", "out", "resume", "partial", "damaged", "rows_per_pass", "num_epochs", "num_steps",
-    "max_minutes", "schedule_over", "device", "export_dtype", "log_every", "eval_every",
-    "eval_anchors", "gpus",
-    "checkpoint_every", "keep_checkpoints", "init_from", "draft_config", "mask_token_id",
-    "storage_option", "read_cache", "read_cache_gb",
+    "max_minutes", "device", "gpus", "log_every", "eval_every", "checkpoint_every",
+    "keep_checkpoints", "init_from", "draft_config", "mask_token_id", "storage_option",
+    "read_cache", "read_cache_gb",
 }  # fmt: skip
 
 
@@ -65,7 +65,6 @@ class Setup:
     world: World
     device: torch.device
     dtype: torch.dtype
-    export_dtype: torch.dtype
     caches: list[Cache]
     wanted: list[list[int]]  # training samples of each store, in plan order
     head: TargetHead  # on the device, in the compute dtype
@@ -152,30 +151,17 @@ def prepare(config: TrainConfig, world: World) -> Setup:
     learned = _learned(config, caches, shape)
     if checkpoint is not None:
         check_learned(state.learned, learned, config.out)
-    else:
-        state = RunState(learned=learned)
+    on_paper = head.to("meta", dtype)
     memory = memory_line(
-        config,
-        shape,
-        caches,
-        wanted,
-        head=head.to("meta", dtype),
-        device=device,
-        world_size=world.size,
+        config, shape, caches, wanted, head=on_paper, device=device, world_size=world.size
     )
     drafter = _drafter(config, shape, checkpoint).to(device)
-    objective = objective_of(
-        parse_loss(config.loss),
-        labels=config.labels,
-        block_size=shape.block_size,
-        noise=config.noise,
-    )
+    objective = _objective(config, shape)
     return Setup(
         config=config,
         world=world,
         device=device,
         dtype=dtype,
-        export_dtype=_dtype(config.export_dtype, device, dtype),
         caches=caches,
         wanted=wanted,
         head=use_fp8(
@@ -187,9 +173,18 @@ def prepare(config: TrainConfig, world: World) -> Setup:
         order=order,
         num_steps=num_steps,
         total_samples=total_samples,
-        state=state,
+        state=state if checkpoint is not None else RunState(learned=learned),
         checkpoint=checkpoint,
         memory=memory,
+    )
+
+
+def _objective(config: TrainConfig, shape: DrafterConfig) -> Objective:
+    return objective_of(
+        parse_loss(config.loss),
+        labels=config.labels,
+        block_size=shape.block_size,
+        noise=config.noise,
     )
 
 
@@ -199,15 +194,8 @@ def _check_options(config: TrainConfig) -> None:
             f"--weight: {len(config.weight)} given for {len(config.cache)} --cache; give one for "
             "each, or none"
         )
-    if config.schedule_over == "minutes" and config.max_minutes is None:
-        raise BadInput("--schedule-over minutes needs --max-minutes; give it")
-    bounded = config.num_steps is not None or config.num_epochs is not None
-    by_steps = config.schedule_over == "steps" and config.lr_schedule != "constant"
-    if config.max_minutes is not None and not bounded and by_steps:
-        raise BadInput(
-            "--max-minutes alone leaves the number of steps open that the learning rate follows; "
-            "add --schedule-over minutes, --num-steps or --num-epochs"
-        )
+    parse_loss(config.loss)
+    parse_every(config.checkpoint_every)
 
 
 def _device(config: TrainConfig, world: World) -> torch.device:
@@ -220,9 +208,9 @@ def _device(config: TrainConfig, world: World) -> torch.device:
     return torch.device("cuda", world.local_rank)
 
 
-def _dtype(name: str, device: torch.device, default: torch.dtype | None = None) -> torch.dtype:
+def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
-        return default or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
 
 
@@ -250,7 +238,6 @@ def _shape(
         draft_config=config.draft_config,
         draft_layers=config.draft_layers,
         block_size=config.block_size,
-        sample_from_anchor=config.sample_from_anchor,
     )
     if checkpoint is not None:
         shape = load_drafter_config(checkpoint)

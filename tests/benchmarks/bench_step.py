@@ -220,7 +220,6 @@ def make_setup(options: argparse.Namespace, url: Path) -> Setup:
         world=World(),
         device=DEVICE,
         dtype=torch.bfloat16,
-        export_dtype=torch.bfloat16,
         caches=[cache],
         wanted=[wanted],
         head=head,

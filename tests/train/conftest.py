@@ -103,7 +103,7 @@ def run_config(url: str | Path, out: Path, **changes) -> TrainConfig:
         "device": "cpu",
         "log_every": 1,
         "eval_every": 100,
-        "checkpoint_every": 100,
+        "checkpoint_every": "100",
     }
     return TrainConfig(**values | changes)
 

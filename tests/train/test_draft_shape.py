@@ -100,10 +100,17 @@ def test_the_user_wins_over_the_file_and_the_file_over_the_target(shape_for):
     file = {"num_hidden_layers": 3, "block_size": 8, "intermediate_size": 72}
     shape = shape_for(file=file)
     assert (shape.num_hidden_layers, shape.block_size, shape.intermediate_size) == (3, 8, 72)
-    shape = shape_for(file=file, draft_layers=2, block_size=10, sample_from_anchor=True)
+    shape = shape_for(file=file, draft_layers=2, block_size=10)
     assert (shape.num_hidden_layers, shape.block_size) == (2, 10)
-    assert shape.sample_from_anchor is True
     assert shape.layer_types == ("full_attention",) * 2
+
+
+@pytest.mark.parametrize("nested", [True, False], ids=["nested", "top"])
+def test_the_slot_layout_comes_from_the_file(shape_for, nested):
+    key = {"sample_from_anchor": True}
+    shape = shape_for(file={"dflash_config": key} if nested else key)
+    assert shape.sample_from_anchor is True
+    assert shape.layout.num_predictions == shape.block_size
 
 
 def test_sliding_layers_come_from_the_file(shape_for):

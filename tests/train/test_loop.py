@@ -88,12 +88,12 @@ def test_the_same_seed_gives_the_same_run(config, small_store, tmp_path):
 @pytest.mark.parametrize("loss", ["decay", "dpace"])
 def test_resume_is_bit_identical(config, small_store, tmp_path, loss):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    train(config(small_store[0], whole, loss=loss, checkpoint_every=2, keep_checkpoints=9))
+    train(config(small_store[0], whole, loss=loss, checkpoint_every="2", keep_checkpoints=9))
     shutil.copytree(whole, cut)
     # Killed after step 5: the newest checkpoint is that of step 4, the log is ahead of it.
     shutil.rmtree(cut / "draft")
     shutil.rmtree(cut / "checkpoints/step-6")
-    train(config(small_store[0], cut, loss=loss, checkpoint_every=2, keep_checkpoints=9))
+    train(config(small_store[0], cut, loss=loss, checkpoint_every="2", keep_checkpoints=9))
     assert losses(cut) == losses(whole)
     assert [record["step"] for record in records(cut, "train")] == [1, 2, 3, 4, 5, 6]
     assert_same_drafter(whole / "draft", cut / "draft")
@@ -157,7 +157,7 @@ def test_epochs_and_the_last_short_step(config, small_store, tmp_path):
 
 def test_minutes_bound_a_run(config, small_store, tmp_path):
     out = tmp_path / "run"
-    limit = {"num_steps": None, "max_minutes": 0.01, "schedule_over": "minutes"}
+    limit = {"num_steps": None, "max_minutes": 0.01}
     train(config(small_store[0], out, **limit))
     rates = [record["lr"] for record in records(out, "train")]
     assert len(rates) > 3
@@ -186,8 +186,14 @@ def test_other_options_are_refused_when_a_run_goes_on(config, small_store, tmp_p
 
 def test_checkpoints_rotate(config, small_store, tmp_path):
     out = tmp_path / "run"
-    train(config(small_store[0], out, checkpoint_every=1, keep_checkpoints=2))
+    train(config(small_store[0], out, checkpoint_every="1", keep_checkpoints=2))
     assert [path.name for path in checkpoints(out)] == ["step-5", "step-6"]
+
+
+def test_checkpoints_by_the_clock(config, small_store, tmp_path):
+    out = tmp_path / "run"
+    train(config(small_store[0], out, checkpoint_every="0.00001m", keep_checkpoints=9))
+    assert [path.name for path in checkpoints(out)] == [f"step-{n}" for n in range(1, 7)]
 
 
 def test_a_mix_of_stores(config, corpus_maker, tmp_path):
@@ -214,7 +220,7 @@ def test_a_mix_of_stores(config, corpus_maker, tmp_path):
 
 
 def test_init_from_an_exported_drafter(config, small_store, tmp_path):
-    train(config(small_store[0], tmp_path / "first", export_dtype="float32"))
+    train(config(small_store[0], tmp_path / "first"))
     start = tmp_path / "first/draft"
     options = {"draft_layers": None, "block_size": None, "mask_token_id": None}
     train(
@@ -301,7 +307,7 @@ def test_every_way_of_training_resumes_bit_identically(config, corpus_maker, tmp
     corpus = corpus_maker(teacher="final")
     with corpus.open(tmp_path / "store") as store:
         corpus.commit(store)
-    options = {"num_steps": 4, "checkpoint_every": 2, "keep_checkpoints": 9, **change}
+    options = {"num_steps": 4, "checkpoint_every": "2", "keep_checkpoints": 9, **change}
     plain, whole, cut = (tmp_path / name for name in ("plain", "whole", "cut"))
     train(config(tmp_path / "store", whole, **options))
     shutil.copytree(whole, cut)

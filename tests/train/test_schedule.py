@@ -2,7 +2,8 @@
 
 import pytest
 
-from dflash_offline.train.schedule import SCHEDULES, lr_factor
+from dflash_offline.common.errors import BadInput
+from dflash_offline.train.schedule import SCHEDULES, Every, lr_factor, parse_every
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
@@ -33,3 +34,11 @@ def test_beyond_the_end_stays_in_range(kind):
     for progress in (0.0, 1e-9, 1.5):
         assert 0.0 <= lr_factor(progress, warmup_frac=0.0, kind=kind) <= 1.0
     assert 0.0 <= lr_factor(1.5, warmup_frac=1.0, kind=kind) <= 1.0
+
+
+def test_intervals():
+    assert parse_every("500") == Every(500)
+    assert parse_every("0.5m") == Every(None, 30.0)
+    for text in ("0", "0m", "1.5", "m", "10 m", "-3", "1h"):
+        with pytest.raises(BadInput, match=f"--checkpoint-every {text} is no interval"):
+            parse_every(text)

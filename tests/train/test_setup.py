@@ -37,7 +37,6 @@ REFUSED = {
     "mask": (["--mask-token-id", "97"], "--mask-token-id 97 is no row"),
     "layer": (["--layers", "2"], "--layers 2"),
     "weights": (["--weight", "1", "--weight", "2"], "--weight: 2 given for 1"),
-    "minutes": (["--schedule-over", "minutes"], "--max-minutes"),
     "teacher": (["--labels", "teacher"], "--teacher final"),
     "divergence": (["--loss", "kl=0.9,ce=0.1"], "--loss kl=0.9,ce=0.1: "),
     "loss": (["--loss", "decay,mse"], "mse is no part of a loss"),

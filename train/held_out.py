@@ -1,0 +1,39 @@
+"""A run's evaluation on its held-out samples, each process on its part of them."""
+
+from dflash_offline.common.errors import BadInput, DamagedStore
+from dflash_offline.train.announce import say
+from dflash_offline.train.evaluate import CacheEvaluation, evaluate_cache, merge
+from dflash_offline.train.setup import Setup
+
+# Most anchors of a sample: enough for a curve, and seconds for a store of the usual size.
+_EVAL_ANCHORS = 64
+
+
+def evaluate(setup: Setup) -> CacheEvaluation | None:
+    """Evaluate this process's part of the held-out samples; None where it has none."""
+    parts = []
+    for cache in setup.caches:
+        mine = cache.held_out_samples[setup.world.rank :: setup.world.size]
+        if not mine:
+            continue
+        try:
+            part = evaluate_cache(
+                setup.drafter,
+                cache,
+                embed=setup.head.embed,
+                head=setup.head.weight,
+                supervise=setup.config.supervise,
+                samples=mine,
+                max_anchors=_EVAL_ANCHORS,
+                dtype=setup.dtype,
+            )
+        except DamagedStore as problem:
+            if setup.config.damaged == "stop":
+                raise
+            say(f"not evaluated: {cache.blobs.url}: {problem}")
+            continue
+        except BadInput:
+            # None of these few samples has an anchor; others may.
+            continue
+        parts.append(part)
+    return merge(parts) if parts else None
