@@ -209,3 +209,8 @@ class TrainConfig:
         metavar="STEPS|MINUTESm",
     )
     keep_checkpoints: int = option(2, help="Checkpoints to keep, the newest ones.", type=_POSITIVE)
+    wandb: str | None = option(
+        None,
+        help="Project at Weights & Biases to log to too; without a key, into --out for wandb sync.",
+        metavar="PROJECT",
+    )

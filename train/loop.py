@@ -41,6 +41,7 @@ from dflash_offline.train.schedule import lr_factor, parse_every
 from dflash_offline.train.setup import Setup, prepare
 from dflash_offline.train.step import accumulate
 from dflash_offline.train.stream import StepBuilder, StepInput, Stream
+from dflash_offline.train.wandb_log import WandbLog
 
 _BETAS = (0.9, 0.95)
 # Seconds after which a process that was told to stop has told the others.
@@ -323,10 +324,13 @@ class Run:
             return
         setup, config = self._setup, self._config
         total = setup.num_steps or 60 * (config.max_minutes or 0)
-        with RunLog(config.out, total=total, step=self._state.step, done=self._done()) as log:
+        options = config_as_dict(config)
+        wandb = WandbLog(config.wandb, config.out, options) if config.wandb else None
+        place = {"step": self._state.step, "done": self._done()}
+        with RunLog(config.out, total=total, wandb=wandb, **place) as log:
             if setup.checkpoint is None:
                 log.run(
-                    config_as_dict(config),
+                    options,
                     drafter=setup.drafter.config.to_json(),
                     mask_token=setup.mask_token.reason,
                     device=str(setup.device),

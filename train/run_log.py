@@ -17,6 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from dflash_offline.common.progress import JsonLog, ProgressLine
 from dflash_offline.train.distributed import World, sum_numbers
+from dflash_offline.train.wandb_log import WandbLog
 
 LOG_NAME, TENSORBOARD = "log.jsonl", "tensorboard"
 FIELDS = ("step", "loss", "acceptance", "tok/s", "rows/s", "MFU", "data-wait", "read", "memory")
@@ -106,11 +107,20 @@ def speeds(
 class RunLog:
     """Writes a run's records; every method is called on the first process only."""
 
-    def __init__(self, out: Path, *, total: float, step: int, done: float) -> None:
+    def __init__(
+        self,
+        out: Path,
+        *,
+        total: float,
+        step: int,
+        done: float,
+        wandb: WandbLog | None = None,
+    ) -> None:
         path = out / LOG_NAME
         _forget_after(path, step)
         self._json = JsonLog(path)
         self._board = SummaryWriter(str(out / TENSORBOARD), purge_step=step + 1)
+        self._wandb = wandb
         self._progress = ProgressLine(total, FIELDS, done=done)
 
     def __enter__(self) -> "RunLog":
@@ -121,6 +131,8 @@ class RunLog:
         self._progress.__exit__(*exception)
         self._json.close()
         self._board.close()
+        if self._wandb is not None:
+            self._wandb.close()
 
     def run(self, config: dict[str, Any], **facts: Any) -> None:
         """Write the record that describes the run."""
@@ -151,6 +163,8 @@ class RunLog:
         self._curves("eval", record)
 
     def _curves(self, kind: str, record: dict[str, Any]) -> None:
+        if self._wandb is not None:
+            self._wandb.log(kind, record)
         step = record["step"]
         for name, value in record.items():
             if isinstance(value, int | float) and name != "step":

@@ -45,6 +45,7 @@ from dflash_offline.train.sources import (
 )
 from dflash_offline.train.stream import StreamOptions
 from dflash_offline.train.target_head import TargetHead, load_target_head
+from dflash_offline.train.wandb_log import check_wandb
 from dflash_offline.train.warm_up import warm_up_step
 
 _DEFAULT_EPOCHS = 6.0
@@ -52,7 +53,7 @@ _DEFAULT_EPOCHS = 6.0
 _FREE_OPTIONS = {
     "cache", "out", "resume", "partial", "damaged", "rows_per_pass", "num_epochs", "num_steps",
     "max_minutes", "device", "gpus", "log_every", "eval_every", "checkpoint_every",
-    "keep_checkpoints", "init_from", "draft_config", "mask_token_id", "storage_option",
+    "keep_checkpoints", "wandb", "init_from", "draft_config", "mask_token_id", "storage_option",
     "read_cache", "read_cache_gb",
 }  # fmt: skip
 
@@ -196,6 +197,7 @@ def _check_options(config: TrainConfig) -> None:
         )
     parse_loss(config.loss)
     parse_every(config.checkpoint_every)
+    check_wandb(config.wandb)
 
 
 def _device(config: TrainConfig, world: World) -> torch.device:

@@ -1,15 +1,19 @@
 """Records, curves and the progress line of a run."""
 
 import json
+import sys
 import time
+import types
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from dflash_offline.common.errors import BadInput
 from dflash_offline.train.distributed import World
 from dflash_offline.train.phase_clock import PHASES, PhaseClock
 from dflash_offline.train.run_log import Counts, RunLog, Window, speeds
+from dflash_offline.train.wandb_log import WandbLog, check_wandb
 
 
 def window_of(*steps: tuple[list[float], float]) -> Window:
@@ -96,6 +100,70 @@ def test_records_and_curves(tmp_path, capsys):
         "step 2  loss 2.500  acceptance 1.50  tok/s 1,234  rows/s 567  MFU 41.0%  data-wait 1.2%  "
         "read 0.15 GB/s  memory 2.0 GB  ETA"
     ) in shown
+
+
+class FakeWandb(types.ModuleType):
+    """The part of the package's API that is used; the package itself is optional."""
+
+    Error = RuntimeError
+
+    def __init__(self, *, has_key: bool, has_network: bool) -> None:
+        super().__init__("wandb")
+        self.has_key, self.has_network = has_key, has_network
+        self.started: dict = {}
+        self.logged: list[dict] = []
+        self.is_finished = False
+
+    def Settings(self, **settings):
+        return settings
+
+    def login(self, *, prompt):
+        assert prompt is False
+        return self.has_key
+
+    def init(self, **options):
+        if options["mode"] == "online" and not self.has_network:
+            raise self.Error("no network")
+        self.started = options
+        return self
+
+    def log(self, values):
+        self.logged.append(values)
+
+    def finish(self):
+        self.is_finished = True
+
+
+@pytest.mark.parametrize(
+    ("has_key", "has_network", "mode"),
+    [(True, True, "online"), (True, False, "offline"), (False, True, "offline")],
+    ids=["online", "no-network", "no-key"],
+)
+def test_records_go_to_wandb(tmp_path, monkeypatch, has_key, has_network, mode):
+    fake = FakeWandb(has_key=has_key, has_network=has_network)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    wandb = WandbLog("drafters", tmp_path / "first", {"lr": 0.1})
+    with RunLog(tmp_path / "first", total=1, step=0, done=0, wandb=wandb) as log:
+        log.train(record(1, 3.0), done=1)
+    assert fake.started["mode"] == mode
+    assert (fake.started["project"], fake.started["name"]) == ("drafters", "first")
+    assert fake.started["config"] == {"lr": 0.1}
+    assert fake.logged[0]["train/step"] == 1
+    assert fake.logged[0]["train/accepted/2"] == 0.1
+    assert fake.is_finished
+    first = fake.started["id"]
+    WandbLog("drafters", tmp_path / "first", {})
+    assert fake.started["id"] == first
+    WandbLog("drafters", tmp_path / "second", {})
+    assert fake.started["id"] != first
+
+
+def test_without_the_package_the_option_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    check_wandb(None)
+    with pytest.raises(BadInput, match="pip install wandb"):
+        check_wandb("drafters")
 
 
 def test_steps_that_are_run_again_are_forgotten(tmp_path):

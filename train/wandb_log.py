@@ -1,0 +1,81 @@
+"""A run's records at Weights & Biases, where `--wandb` asks for them; a network is not needed.
+
+Without a key the run is written to `<out>/wandb` for `wandb sync`. A resumed run goes on under the
+same id.
+"""
+
+import hashlib
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from dflash_offline.common.errors import BadInput
+
+
+class WandbLog:
+    """An open run at Weights & Biases."""
+
+    def __init__(self, project: str, out: Path, config: dict[str, Any]) -> None:
+        """Start a run, or go on with it.
+
+        Args:
+            project: where the run appears.
+            out: the run's folder: its name is the run's, its address the run's id.
+            config: the options, secrets masked.
+
+        Raises:
+            BadInput: the package is not installed.
+        """
+        wandb = _package()
+        options = {
+            "project": project,
+            "name": out.name,
+            "id": hashlib.sha256(str(out.resolve()).encode()).hexdigest()[:16],
+            "resume": "allow",
+            "dir": str(out),
+            "config": config,
+            "settings": wandb.Settings(silent=True),
+        }
+        mode = "online" if wandb.login(prompt=False) else "offline"
+        try:
+            self._run = wandb.init(**options, mode=os.environ.get("WANDB_MODE", mode))
+        except wandb.Error:
+            # A key, but no network: the run must not wait for it.
+            self._run = wandb.init(**options, mode="offline")
+
+    def log(self, kind: str, record: dict[str, Any]) -> None:
+        """Add the numbers of a record; those by position get one curve each."""
+        values: dict[str, float] = {}
+        for name, value in record.items():
+            if isinstance(value, int | float):
+                values[f"{kind}/{name}"] = value
+            elif name == "accepted_by_position":
+                values |= {f"{kind}/accepted/{slot}": v for slot, v in enumerate(value, start=1)}
+        # Steps that are run again after a resume would be out of order as W&B's own step.
+        self._run.log(values)
+
+    def close(self) -> None:
+        """Send what is left and end the run."""
+        self._run.finish()
+
+
+def check_wandb(project: str | None) -> None:
+    """Refuse `--wandb` where the package is missing.
+
+    Raises:
+        BadInput: says how to install it.
+    """
+    if project is not None:
+        _package()
+
+
+def _package() -> ModuleType:
+    try:
+        import wandb
+    except ImportError as problem:
+        raise BadInput(
+            "--wandb needs the package wandb, which is not installed; pip install wandb, or leave "
+            "the option out"
+        ) from problem
+    return wandb
