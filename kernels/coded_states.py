@@ -28,7 +28,7 @@ Letters: K captured layers, T tokens, H hidden width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -96,25 +96,13 @@ class CodedStates:
         }
         return CodedStates(**moved)
 
-    def first(self, num_tokens: int) -> CodedStates:
-        """Return the first tokens; copies what was not contiguous."""
-        cut = {
-            name: value[:, :num_tokens].contiguous() if torch.is_tensor(value) else value
-            for name, value in vars(self).items()
-            if name in ("values", "scales", "exact_slot")
-        }
-        return replace(self, **cut)
-
-    def pinned(self) -> CodedStates:
-        """Copy every buffer into page-locked memory."""
-        buffers = {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
-        return replace(self, **{name: value.pin_memory() for name, value in buffers.items()})
-
 
 def coded_states(
     encoded: EncodedStates, calibration: Calibration, slots: Sequence[int]
 ) -> CodedStates:
-    """Return the layers of a store's codes as the kernels take them, on the codes' device.
+    """Return the layers of a store's codes as the kernels take them, sharing their memory.
+
+    Kernels need them contiguous, which those of a part of a pack are not before they are copied.
 
     Args:
         encoded: codes of K layers.
@@ -131,8 +119,8 @@ def coded_states(
     levels = [-each for each in reversed(LEVELS)] + list(LEVELS)
     return CodedStates(
         codec=calibration.codec,
-        values=encoded.codes.contiguous(),
-        scales=encoded.scales.contiguous(),
+        values=encoded.codes,
+        scales=encoded.scales,
         mean=calibration.mean[own],
         gain=calibration.scale[own],
         codebook=torch.tensor(levels, device=device) if calibration.codec == "int3" else None,

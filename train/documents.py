@@ -3,6 +3,7 @@
 Letters: T context tokens, A anchors, K captured layers, H hidden.
 """
 
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -54,6 +55,7 @@ class PackReader:
         for index in wanted:
             self._members.setdefault(cache.plan.samples[index].pack, []).append(index)
         self._held: dict[int, Future[dict[int, LoadedDocument]]] = {}
+        self._lock = threading.Lock()  # of what several packs' readers change
         self._decoding: dict[str, torch.Tensor | None] = {}
         self.bytes_read = 0.0  # of packs as they are stored, about
 
@@ -80,8 +82,10 @@ class PackReader:
     def _read(self, members: list[int]) -> dict[int, LoadedDocument]:
         cache, layers = self._cache, self._options.layers
         share = len(layers) / len(cache.schema.layers)
-        for name, stated in cache.record(self.pack_of(members[0]))["arrays"].items():
-            self.bytes_read += stated["bytes"] * (share if name in (FEATURES, SCALES) else 1)
+        arrays = cache.record(self.pack_of(members[0]))["arrays"]
+        with self._lock:
+            for name, stated in arrays.items():
+                self.bytes_read += stated["bytes"] * (share if name in (FEATURES, SCALES) else 1)
         if cache.schema.is_coded:
             return {coded.index: self._coded(coded) for coded in cache.read_codes(members, layers)}
         return {
@@ -96,9 +100,10 @@ class PackReader:
     def _coded(self, document: CodedDocument) -> LoadedDocument:
         calibration, states = self._cache.calibration, document.states
         coded = coded_states(states, calibration, document.slots)
-        if not self._decoding:
-            shared = {name: vars(coded)[name] for name in ("mean", "gain", "codebook")}
-            self._decoding = {name: self._placed(each) for name, each in shared.items()}
+        with self._lock:
+            if not self._decoding:
+                shared = {name: vars(coded)[name] for name in ("mean", "gain", "codebook")}
+                self._decoding = {name: self._placed(each) for name, each in shared.items()}
         return LoadedDocument(
             anchored=self._without_anchors(document),
             # The same tensors for all documents show that they can be decoded together.

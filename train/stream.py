@@ -34,6 +34,8 @@ from dflash_offline.train.order import WINDOW_PACKS, Draw, SampleOrder, StreamSt
 _STEPS_AHEAD = 2
 # Packs of a store in host memory: the window that is being drawn from, and as many to come.
 _HELD_PACKS = 2 * WINDOW_PACKS
+# Packs being read, each by up to four threads: what eight cores can decompress.
+_PACKS_AT_A_TIME = 2
 # Steps that are looked at to find out which packs come next.
 _STEPS_KNOWN = 64
 # A pass also ends when its context is this many times its most block rows.
@@ -90,8 +92,8 @@ class StepBuilder:
         ]
         self._bytes_told = 0.0
         self._damaged_packs: set[tuple[int, int]] = set()
-        # One pack after the other, in the order of need; its chunks are read by several threads.
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="read-pack")
+        # Packs are read in the order of need, each by several threads.
+        self._pool = ThreadPoolExecutor(_PACKS_AT_A_TIME, thread_name_prefix="read-pack")
 
     @property
     def most_packs(self) -> int:
