@@ -16,6 +16,7 @@ import torch
 from dflash_offline.common.codecs import code_bytes, num_scales
 from dflash_offline.common.errors import BadInput
 from dflash_offline.common.store import EXACT, EXACT_ROWS, Schema
+from dflash_offline.common.topk import HEAD_ROWS
 from dflash_offline.extract.meta_forward import ForwardCost
 
 # cuBLAS keeps one for each of its two libraries on Hopper.
@@ -67,8 +68,10 @@ def memory_model(
 
     A GPU's is the sum of, in bytes with e the size of an element of `dtype`,
 
-        weights      e * parameters of decoder and embedding (the head is not there)
+        weights      e * parameters of decoder and embedding
         activations  what `forward_cost` gives for T tokens; e * T * (4 * H + 3 * I) if dense
+                     or, with a top-k teacher, 12 * 2048 * V for its logits after the forward
+        head         e * V * H, only with a top-k teacher, nothing where it is the embedding
         rows         2 * S * T * H, the batch's states, in memory that every batch uses
         codes        those of the batch before, still on their way: T times S rows of codes and
                      scales; nothing for raw and lossless
@@ -88,22 +91,28 @@ def memory_model(
         on_gpu: whether workers have a GPU each.
     """
     size = dtype.itemsize
-    head = size * schema.vocab_size * schema.hidden
+    head = 0 if cost.is_tied else size * schema.vocab_size * schema.hidden
+    # Logits in the head's precision and in fp32, and what log-probabilities need of them.
+    logits = HEAD_ROWS * schema.vocab_size * 3 * 4 if schema.num_topk else 0
     rows = schema.bytes_per_token() * batch_tokens
     sent = _code_bytes(schema) * batch_tokens if schema.is_coded else rows
     device = {
         "weights": size * cost.num_parameters,
-        "activations": cost.activation_bytes or 0,
+        "activations": max(cost.activation_bytes or 0, logits),
         "rows": rows,
     }
+    if schema.num_topk:
+        device["head"] = head
     if schema.is_coded:
         device["codes"] = sent
     buffers = {
         "packs": pool_packs * pack_bytes(schema),
         "ring": _RING_BATCHES * sent,
-        "head": head,
     }
-    per_token = math.ceil((sum(device.values()) - device["weights"]) / batch_tokens)
+    if not schema.num_topk:
+        buffers["head"] = head
+    fixed = device["weights"] + device.get("head", 0)
+    per_token = math.ceil((sum(device.values()) - fixed) / batch_tokens)
     if not on_gpu:
         both = {**device, **buffers}
         host = {name: num_workers * value for name, value in both.items()}

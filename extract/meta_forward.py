@@ -31,12 +31,14 @@ class ForwardCost:
 
     Attributes:
         num_parameters: of the decoder and its embedding, without the head.
+        is_tied: the head is the embedding.
         activation_bytes: largest sum of everything alive during the forward beside weights; None
             where the model's code does not run without values.
         flops_per_token: multiplications and additions of the matrices that a token meets.
     """
 
     num_parameters: int
+    is_tied: bool
     activation_bytes: int | None
     flops_per_token: int
 
@@ -88,6 +90,7 @@ def forward_cost(
         activation_bytes = None
     return ForwardCost(
         num_parameters=sum(weight.numel() for weight in weights),
+        is_tied=bool(config.tie_word_embeddings),
         activation_bytes=activation_bytes,
         flops_per_token=2 * _active_parameters(base, config),
     )

@@ -90,10 +90,14 @@ def conversations(count: int) -> Iterator[dict[str, object]]:
 
 
 class Memory:
-    """Anonymous memory of this process; pages of a mapped file are the system's to keep."""
+    """Anonymous memory of this process and of the largest one that it started.
+
+    Pages of a mapped file are the system's to keep, and no part of it.
+    """
 
     def __init__(self) -> None:
-        self.first_mb = self._peak_mb = self._read_mb()
+        self.first_mb = self._peak_mb = self._read_mb(os.getpid())
+        self.child_mb = 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
@@ -105,17 +109,20 @@ class Memory:
         return self._peak_mb
 
     def _watch(self) -> None:
-        while not self._stop.wait(0.05):
-            self._peak_mb = max(self._peak_mb, self._read_mb())
+        me = os.getpid()
+        while not self._stop.wait(0.1):
+            self._peak_mb = max(self._peak_mb, self._read_mb(me))
+            children = Path(f"/proc/{me}/task/{me}/children").read_text().split()
+            self.child_mb = max([self.child_mb, *map(self._read_mb, children)])
 
     @staticmethod
-    def _read_mb() -> float:
-        (line,) = (
-            line
-            for line in Path("/proc/self/status").read_text().splitlines()
-            if line.startswith("RssAnon")
-        )
-        return int(line.split()[1]) / 1e3
+    def _read_mb(pid: int | str) -> float:
+        try:
+            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        except FileNotFoundError:
+            return 0.0
+        sizes = [line.split()[1] for line in lines if line.startswith("RssAnon")]
+        return int(sizes[0]) / 1e3 if sizes else 0.0
 
 
 def measure(data: Path, *, workers: int, template: Path | None) -> dict[str, float]:
@@ -147,7 +154,7 @@ def measure(data: Path, *, workers: int, template: Path | None) -> dict[str, flo
         "packs": plan.num_packs,
         "MB before": memory.first_mb,
         "peak MB": memory.peak_mb(),
-        "peak MB of a process": children.ru_maxrss / 1e3,
+        "peak MB of a process": memory.child_mb,
     }
 
 

@@ -97,8 +97,14 @@ def test_linear_attention_is_counted_as_fla_runs_it():
     assert cost_of(config).activation_bytes == pytest.approx(expected, rel=0.1)
 
 
+def cost_with(activation_bytes: int, *, is_tied: bool = False) -> ForwardCost:
+    return ForwardCost(
+        num_parameters=10**9, is_tied=is_tied, activation_bytes=activation_bytes, flops_per_token=1
+    )
+
+
 def model(codec: str = "raw", **changes) -> MemoryModel:
-    cost = ForwardCost(num_parameters=10**9, activation_bytes=3 * GB, flops_per_token=1)
+    cost = cost_with(3 * GB)
     options = {"batch_tokens": 32768, "pool_packs": 32, "num_workers": 2, "on_gpu": True}
     schema = dataclasses.replace(SCHEMA, codec=codec, teacher="final")
     return memory_model.memory_model(schema, cost, dtype=torch.bfloat16, **{**options, **changes})
@@ -129,6 +135,20 @@ def test_codes_are_what_leaves_the_gpu():
     assert found.host["packs"] == 2 * 32 * 16384 * 4 * (1024 + 2)
 
 
+def test_best_tokens_need_the_head():
+    """Its logits come after the forward, 2,048 rows at a time, so only the larger one counts."""
+    cost = cost_with(10**6)
+    schema = dataclasses.replace(SCHEMA, teacher="topk:64")
+    options = {"batch_tokens": 4096, "pool_packs": 1, "num_workers": 1, "on_gpu": True}
+    found = memory_model.memory_model(schema, cost, dtype=torch.bfloat16, **options)
+    assert found.device["head"] == 2 * 1000 * 1024
+    assert found.device["activations"] == 2048 * 1000 * 12
+    assert "head" not in found.host
+    tied = cost_with(10**6, is_tied=True)
+    found = memory_model.memory_model(schema, tied, dtype=torch.bfloat16, **options)
+    assert found.device["head"] == 0
+
+
 def test_without_a_gpu_everything_is_in_one_place():
     found = model(on_gpu=False)
     assert found.device == {}
@@ -138,7 +158,7 @@ def test_without_a_gpu_everything_is_in_one_place():
 @pytest.mark.parametrize("on_gpu", [True, False], ids=["gpu", "cpu"])
 def test_a_budget_that_fits_is_named(on_gpu: bool):
     def of(tokens: int) -> MemoryModel:
-        cost = ForwardCost(num_parameters=10**9, activation_bytes=tokens * 10**5, flops_per_token=1)
+        cost = cost_with(tokens * 10**5)
         schema = dataclasses.replace(SCHEMA, teacher="final")
         return memory_model.memory_model(
             schema,
