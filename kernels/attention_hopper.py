@@ -26,15 +26,23 @@ def _item(
     step, num_groups, num_items, group_ptr, lo_ptr, hi_ptr, B: gl.constexpr, CHUNKS: gl.constexpr,
     WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Find the program's work of one step: back and forth through groups that get ever lighter."""
+    """Find the program's work of one step.
+
+    Items of a head are neighbours, so that its keys stay in the L2 cache. Groups get lighter in the
+    last head, heavier in the one before and so on: weights change without jumps, and programs that
+    take their items in turns, back and forth, get the same sum.
+    """
     num_programs = gl.num_programs(0)
     place = gl.program_id(0)
     if step % 2 == 1:
         place = num_programs - 1 - place
     index = gl.minimum(step * num_programs + place, num_items - 1)
     group = index % num_groups
-    head = index // num_groups // CHUNKS
-    chunk = index // num_groups % CHUNKS
+    walk = index // num_groups
+    if (num_items // num_groups - walk) % 2 == 0:
+        group = num_groups - 1 - group
+    head = walk // CHUNKS
+    chunk = walk % CHUNKS
     first = gl.load(group_ptr + 2 * group)
     count = gl.load(group_ptr + 2 * group + 1)
     begin = gl.load(lo_ptr + first)
@@ -263,7 +271,7 @@ def block_attention_fwd_kernel(
 ):  # fmt: skip
     """out = softmax(scale q [k_ctx, k_own]^T + mask) [v_ctx, v_own]; saves out and lse.
 
-    Grid: as many programs as run at once. Items are (chunk of a group, key-value head), group fast.
+    Grid: as many programs as run at once. Items are chunks of a group with one key-value head.
     """
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     BARRIER: gl.constexpr = hopper.mbarrier.MBarrierLayout()

@@ -22,8 +22,9 @@ __all__ = ["CodedStates", "gather_dequant", "gather_linear", "warm_up"]
 # 16-byte stores of 4 words, and loads of the same 4 pairs, so nothing moves between threads.
 ROWS, GROUPS, WARPS = 16, 16, 4
 # The rotation makes the threads of a program wait for each other: 1.89 ms with one warp, 2.26 with
-# two, 2.86 with four (H200, 16,384 tokens of 25,600).
-INT3_WARPS = 1
+# two, 2.86 with four (H200, 16,384 tokens of 25,600). A whole row for a norm takes 6.73 ms with one
+# and 2.82 with four.
+INT3_WARPS, INT3_NORM_WARPS = 1, 4
 
 
 @triton.jit
@@ -190,7 +191,9 @@ def _tile(codec: str, hidden: int, *, norm: bool) -> tuple[int, int]:
     else:
         groups, warps = min(GROUPS, whole), WARPS
     # The matrix units take no fewer than 16 rows.
-    return (max(groups, 16), INT3_WARPS) if codec == "int3" else (groups, warps)
+    if codec == "int3":
+        return max(groups, 16), INT3_NORM_WARPS if norm else INT3_WARPS
+    return groups, warps
 
 
 def _words(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
