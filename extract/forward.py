@@ -1,35 +1,35 @@
 """One batch through the target: samples in, bfloat16 rows of the captured layers out.
 
 Samples are right-padded without an attention mask: a causal model's rows do not see what follows
-them. Letters: K captured layers, R rows (the samples' tokens, one after the other), T padded
-tokens of a sample, H hidden.
+them. A layer's output becomes rows as soon as the layer is done, so no padded state outlives its
+layer. Letters: K captured layers, S slots (the K layers, then the final state if it is kept),
+R rows (the samples' tokens, one after the other), T padded tokens of a sample, H hidden.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from dflash_offline.common.quantize import Calibration, EncodedStates, encode_slots
+from dflash_offline.common.pack_arrays import bits_of
 from dflash_offline.common.target import Capture, Target
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchStates:
-    """Rows of one batch's samples, in the batch's order, without padding.
+    """Rows of one batch's samples in host memory, in the batch's order, without padding.
 
     Attributes:
-        features: uint16 [K, R, H], bfloat16 bit patterns; None when there are codes.
+        features: uint16 [K, R, H], bfloat16 bit patterns.
         final: uint16 [R, H] post final norm, or None.
-        is_finite: bool [K or K + 1, R], the final state last.
-        encoded: codes of all states, in host memory, once the forward has a calibration.
+        is_finite: bool [S, R].
     """
 
-    features: np.ndarray | None
+    features: np.ndarray
     final: np.ndarray | None
     is_finite: np.ndarray
-    encoded: EncodedStates | None = None
 
 
 class StateForward:
@@ -39,10 +39,13 @@ class StateForward:
     """
 
     def __init__(self, target: Target, layers: tuple[int, ...], *, keep_final: bool) -> None:
+        self.device = target.device
         self._target = target
-        self._capture = Capture(target, layers)
-        self._keep_final = keep_final
-        self._calibration: Calibration | None = None
+        self._capture = Capture(target, layers, keep=self._keep)
+        self._num_layers = len(layers)
+        self._num_slots = len(layers) + keep_final
+        self._out = torch.empty(0)
+        self._row_of = torch.empty(0, dtype=torch.long)
 
     def __enter__(self) -> "StateForward":
         self._capture.__enter__()
@@ -51,45 +54,64 @@ class StateForward:
     def __exit__(self, *exception: object) -> None:
         self._capture.__exit__(*exception)
 
-    def encode_with(self, calibration: Calibration | None) -> None:
-        """Encode on the target's device from here on, so that only codes leave it."""
-        self._calibration = calibration and calibration.to(self._target.device)
+    @property
+    def has_final(self) -> bool:
+        """Whether the last slot is the final state."""
+        return self._num_slots > self._num_layers
+
+    def new_rows(self, num_rows: int) -> Tensor:
+        """Return memory on the device for the states of a batch, bfloat16 [S, num_rows, H]."""
+        shape = (self._num_slots, num_rows, self._target.hidden_size)
+        return torch.empty(shape, dtype=torch.bfloat16, device=self.device)
 
     @torch.inference_mode()
+    def states(self, samples: Sequence[np.ndarray], out: Tensor) -> Tensor:
+        """Put the states of samples, each int32 [length], into `out`; does not wait for a GPU.
+
+        Args:
+            out: bfloat16 [S, at least R, H], from `new_rows`.
+
+        Returns:
+            Which rows are finite, bool [S, R], on the device.
+        """
+        ids, row_of = _right_padded(samples)
+        self._out, self._row_of = out, self._to_device(row_of)
+        final = self._target.base(input_ids=self._to_device(ids), use_cache=False).last_hidden_state
+        slots = self._capture.take()
+        if self.has_final:
+            slots.append(self._keep(self._num_layers, final))
+        self._out = torch.empty(0)
+        # The largest magnitude is finite if and only if every value is: one pass.
+        largest = [torch.linalg.vector_norm(rows, torch.inf, dim=1) for rows in slots]
+        return torch.stack(largest).isfinite()
+
     def __call__(self, samples: Sequence[np.ndarray]) -> BatchStates:
-        """Return the states of samples, each int32 [length]."""
-        ids, rows = _right_padded(samples)
-        device = self._target.device
-        rows = rows.to(device)
-        final = self._target.base(input_ids=ids.to(device), use_cache=False).last_hidden_state
-        states = self._capture.take()
-        if self._keep_final:
-            states.append(final)
-        del final
-        finite: list[np.ndarray] = []
+        """Return the states of a few samples, each int32 [length], copied to host memory."""
+        rows = self.new_rows(sum(map(len, samples)))
+        is_finite = self.states(samples, rows)
+        patterns = bits_of(rows.cpu())
+        return BatchStates(
+            features=patterns[: self._num_layers],
+            final=patterns[-1] if self.has_final else None,
+            is_finite=is_finite.cpu().numpy(),
+        )
 
-        def taken() -> Iterator[torch.Tensor]:
-            while states:
-                # Popped, so that each padded [batch, T, H] dies as soon as its rows are out.
-                out = states.pop(0).flatten(0, 1).index_select(0, rows).to(torch.bfloat16)
-                finite.append(out.isfinite().all(dim=1).cpu().numpy())
-                yield out  # [R, H]
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        # From page-locked memory the copy waits for nothing that runs there.
+        on_host = tensor.pin_memory() if self.device.type == "cuda" else tensor
+        return on_host.to(self.device, non_blocking=True)
 
-        if self._calibration is not None:
-            is_first = torch.zeros(len(rows), dtype=torch.bool)
-            is_first[np.cumsum([0, *map(len, samples[:-1])])] = True
-            encoded = encode_slots(
-                taken(), is_first.to(device), self._calibration, has_final=self._keep_final
-            ).to("cpu")
-            return BatchStates(
-                features=None, final=None, is_finite=np.stack(finite), encoded=encoded
-            )
-        patterns = [x.view(torch.int16).cpu().numpy().view(np.uint16) for x in taken()]
-        kept = patterns.pop() if self._keep_final else None
-        return BatchStates(features=np.stack(patterns), final=kept, is_finite=np.stack(finite))
+    def _keep(self, slot: int, state: Tensor) -> Tensor:
+        """Copy a padded state [batch, T, H] into its slot; returns the rows [R, H]."""
+        out, flat = self._out[slot, : len(self._row_of)], state.flatten(0, 1)
+        if flat.dtype == out.dtype:
+            torch.index_select(flat, 0, self._row_of, out=out)
+        else:
+            out.copy_(flat.index_select(0, self._row_of))
+        return out
 
 
-def _right_padded(samples: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
+def _right_padded(samples: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
     """Return int64 [batch, T], and where the samples' rows are in it flattened, int64 [R]."""
     lengths = np.array([len(sample) for sample in samples])
     width = int(lengths.max())

@@ -83,6 +83,7 @@ class Launcher:
         self._workers: list[subprocess.Popen] = []
         self._stop_at = self._kill_at = float("inf")
         self._has_terminated = self._has_killed = False
+        self._stopped_by = ""
 
     def run(self) -> int:
         """Start the workers, hand on signals, wait; returns the exit code for the command."""
@@ -106,7 +107,8 @@ class Launcher:
                 time.sleep(_POLL_S)
                 is_running = any(worker.poll() is None for worker in self._workers)
                 code = self._watch(code)
-            except Stopped:
+            except Stopped as problem:
+                self._stopped_by = str(problem)
                 # The command's handler lets a second signal end this process at once, and the
                 # kernel ends the workers with it.
                 self._kill_at = time.monotonic() + _SIGNAL_GRACE_S
@@ -114,16 +116,19 @@ class Launcher:
         return self._workers[0].returncode if code is None else code
 
     def _start(self, rank: int, port: int) -> subprocess.Popen:
-        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self._num_workers}
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environment = {
-            **os.environ,
-            **{name: str(value) for name, value in (places | meeting).items()},
-            LAUNCHER: str(os.getpid()),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        place = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": self._num_workers,
+            "LOCAL_WORLD_SIZE": self._num_workers,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+            LAUNCHER: os.getpid(),
             # A worker that ends closes connections, which torch reports with a stack trace.
             "TORCH_CPP_LOG_LEVEL": "ERROR",
         }
+        environment = os.environ | {name: str(value) for name, value in place.items()}
         worker = subprocess.Popen(
             [sys.executable, "-m", "dflash_offline.extract.launch"],
             env=environment,
@@ -169,6 +174,11 @@ class Launcher:
             return ended if rank == 0 else None
         if self._has_killed:
             click.echo("error: workers did not end in time and were killed; " + _SAFE, err=True)
+            return Stopped.exit_code
+        if ended == -signal.SIGTERM and self._has_terminated:
+            # Before it could listen to signals; whoever ended first has told the user why.
+            if self._stopped_by:
+                click.echo(f"error: {self._stopped_by}", err=True)
             return Stopped.exit_code
         how = f"exit code {ended}" if ended > 0 else signal.Signals(-ended).name
         hint = ", as the kernel does when memory runs out" if ended == -signal.SIGKILL else ""

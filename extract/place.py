@@ -3,6 +3,7 @@
 import ctypes
 import os
 import platform
+import re
 import signal
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
@@ -19,12 +20,14 @@ class Place:
     """This process among the workers of a run.
 
     Attributes:
+        local_size: workers on this machine.
         launched: by `dflash-extract` itself, which then tells the user about workers that die.
     """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
+    local_size: int = 1
     launched: bool = False
 
     @property
@@ -55,6 +58,7 @@ def place_in(environment: MutableMapping[str, str]) -> Place | None:
         rank=int(environment["RANK"]),
         size=int(environment["WORLD_SIZE"]),
         local_rank=int(environment.get("LOCAL_RANK", "0")),
+        local_size=int(environment.get("LOCAL_WORLD_SIZE", "1")),
         launched=LAUNCHER in environment,
     )
 
@@ -68,6 +72,9 @@ def _complete_slurm(environment: MutableMapping[str, str]) -> None:
     environment["RANK"] = environment["SLURM_PROCID"]
     environment["WORLD_SIZE"] = environment["SLURM_STEP_NUM_TASKS"]
     environment["LOCAL_RANK"] = environment["SLURM_LOCALID"]
+    # "8", or "8(x4)" for four nodes; the first node's number is good enough for threads.
+    per_node = environment.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    environment["LOCAL_WORLD_SIZE"] = re.split(r"\D", per_node)[0]
     # The same for all processes of a step, and seldom for two jobs on a node.
     environment.setdefault("MASTER_PORT", str(20000 + int(environment["SLURM_JOB_ID"]) % 20000))
 

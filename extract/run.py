@@ -12,7 +12,7 @@ from dflash_offline.common.blobs import blobs_at
 from dflash_offline.common.errors import BadInput, FoundProblems
 from dflash_offline.common.identity import Identity
 from dflash_offline.common.options import config_as_dict, print_config
-from dflash_offline.common.progress import format_seconds
+from dflash_offline.common.progress import JsonLog, format_seconds
 from dflash_offline.common.store import MANIFEST_KEY, exists
 from dflash_offline.common.store_checks import refuse_small_disk
 from dflash_offline.common.store_size import estimate_bytes
@@ -23,6 +23,7 @@ from dflash_offline.extract.config import ExtractConfig
 from dflash_offline.extract.crew import Crew
 from dflash_offline.extract.estimate import dry_run
 from dflash_offline.extract.forward import StateForward
+from dflash_offline.extract.pipeline import num_writers
 from dflash_offline.extract.place import Place
 from dflash_offline.extract.planning import Planned, plan_extraction, plan_sentence
 from dflash_offline.extract.run_log import run_log
@@ -59,10 +60,10 @@ def extract(config: ExtractConfig, place: Place) -> None:
 def _lead(config: ExtractConfig, crew: Crew, stop: StopRequest, device: torch.device) -> None:
     print_config(config, out=config.out, title="dflash-extract")
     console = Console(stderr=True, highlight=False)
-    planned = plan_extraction(config, device)
     if config.dry_run:
         console.print(dry_run(config, device))
         return
+    planned = plan_extraction(config, device)
     console.print(plan_sentence(planned))
     blobs = blobs_at(config.out, config.storage_option)
     if not exists(blobs, MANIFEST_KEY):
@@ -81,10 +82,9 @@ def _lead(config: ExtractConfig, crew: Crew, stop: StopRequest, device: torch.de
             return
         with _forward(store, target) as forward:
             calibrate(store, forward, target, seed=config.seed, batch_tokens=config.batch_tokens)
-            forward.encode_with(store.calibration)
             units = unfinished_units(store)
             crew.publish(_UNITS, units)
-            worker = Worker(store, forward, crew, stop, log=log, run_info=run_info(target))
+            worker = _worker(store, forward, crew, stop, log=log, target=target)
             total = worker.lead(crew.shares(units, _TAKEN))
         store.refresh()
         log.write({"kind": "end", **total.as_record()})
@@ -101,8 +101,7 @@ def _follow(config: ExtractConfig, crew: Crew, stop: StopRequest, device: torch.
         run_log(store.blobs, config, crew.place) as log,
         _forward(store, target) as forward,
     ):
-        forward.encode_with(store.calibration)
-        worker = Worker(store, forward, crew, stop, log=log, run_info=run_info(target))
+        worker = _worker(store, forward, crew, stop, log=log, target=target)
         worker.follow(crew.shares(units, _TAKEN))
 
 
@@ -129,6 +128,19 @@ def _load(config: ExtractConfig, device: torch.device) -> Target:
         head=False,
         trust_remote_code=config.trust_remote_code,
     )
+
+
+def _worker(
+    store: Store,
+    forward: StateForward,
+    crew: Crew,
+    stop: StopRequest,
+    *,
+    log: JsonLog,
+    target: Target,
+) -> Worker:
+    info, writers = run_info(target), num_writers(crew.place.local_size)
+    return Worker(store, forward, crew, stop, log=log, run_info=info, writers=writers)
 
 
 def _forward(store: Store, target: Target) -> StateForward:

@@ -1,76 +1,29 @@
-"""The hot loop: a plan's batches through the target, rows into packs, packs into the store.
+"""The hot loop: a plan's batches through the target, their states handed on to a pipeline.
 
-A unit's packs are filled side by side, because its batches are sorted by length across them. A
-pack is committed as soon as its last row is there. Letters: K captured layers, T tokens of a
-pack, H hidden.
+The loop itself never waits for a disk, nor for a GPU beyond the ring's buffers. A batch that does
+not fit the device's memory is split and goes on; its packs say so.
 """
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import torch
 
+from dflash_offline.common.blobs import in_parallel
+from dflash_offline.common.errors import Stopped
 from dflash_offline.common.progress import JsonLog, ProgressLine
 from dflash_offline.common.store_writer import Store
-from dflash_offline.extract.coded_pack import CodedPack
 from dflash_offline.extract.crew import Crew
-from dflash_offline.extract.forward import BatchStates, StateForward
+from dflash_offline.extract.forward import StateForward
+from dflash_offline.extract.pipeline import Part, Pipeline
+from dflash_offline.extract.state_ring import StateBuffer, StateRing
 from dflash_offline.extract.stop_request import StopRequest
 from dflash_offline.extract.tally import PROGRESS_FIELDS, Tally, progress_values
 
 _REPORT_S, _LOG_S, _WAIT_S = 1.0, 10.0, 0.2
-
-
-class PackBuffer:
-    """The states of one pack while its samples arrive in any order."""
-
-    def __init__(self, store: Store, pack: int) -> None:
-        schema, length = store.schema, store.pack_length(pack)
-        self.pack = pack
-        self.layers = schema.layers
-        self.coded = CodedPack(store) if schema.is_coded else None
-        # Zeros, because a quarantined sample keeps its place with zero states.
-        length = 0 if schema.is_coded else length
-        self.features = np.zeros((len(schema.layers), length, schema.hidden), np.uint16)
-        has_final = schema.teacher == "final"
-        self.final = np.zeros((length, schema.hidden), np.uint16) if has_final else None
-        self.missing = set(store.pack_samples(pack))
-        self.quarantined: dict[int, str] = {}
-
-    def put(self, sample: int, start: int, states: BatchStates, rows: slice) -> None:
-        """Copy one sample's rows of a batch to its place, or quarantine it."""
-        reason = _problem(states.is_finite[:, rows], self.layers)
-        if self.coded is not None:
-            self._put_codes(self.coded, start, states, rows, is_good=reason is None)
-        elif reason is None:
-            assert states.features is not None
-            place = slice(start, start + rows.stop - rows.start)
-            self.features[:, place] = states.features[:, rows]
-            if self.final is not None:
-                assert states.final is not None
-                self.final[place] = states.final[rows]
-        if reason is not None:
-            self.quarantined[sample] = reason
-        self.missing.remove(sample)
-
-    @staticmethod
-    def _put_codes(
-        coded: CodedPack, start: int, states: BatchStates, rows: slice, *, is_good: bool
-    ) -> None:
-        if is_good:
-            assert states.encoded is not None
-            coded.put(start, states.encoded, rows)
-        else:
-            coded.put_zeros(start, rows.stop - rows.start)
-
-
-def _problem(is_finite: np.ndarray, layers: Sequence[int]) -> str | None:
-    if is_finite.all():
-        return None
-    at, position = np.argwhere(~is_finite)[0]
-    where = f"layer {layers[at]}" if at < len(layers) else "final state"
-    return f"not finite in {where} at position {position}"
 
 
 def unfinished_units(store: Store) -> list[int]:
@@ -95,19 +48,25 @@ class Worker:
         *,
         log: JsonLog,
         run_info: Mapping[str, Any],
+        writers: int,
     ) -> None:
         self._store = store
         self._forward = forward
         self._crew = crew
         self._stop = stop
         self._log = log
-        self._run_info = run_info
         self._tally = Tally()
-        self._began = time.monotonic()
-        self._next_report = self._next_log = self._began
         plan = store.plan
         self._packs, self._starts = plan.column("pack"), plan.column("start")
         self._lengths = plan.column("length")
+        batches = [batch for unit in plan.batches for batch in unit]
+        num_rows = max(int(self._lengths[batch].sum()) for batch in batches)
+        self._ring = StateRing(forward, store.calibration, num_rows=num_rows)
+        self._pipeline = Pipeline(
+            store, self._ring, self._tally, run_info=run_info, writers=writers
+        )
+        self._began = time.monotonic()
+        self._next_report = self._next_log = self._began
 
     def lead(self, units: Iterable[int]) -> Tally:
         """Work, show everybody's progress, wait for the others; returns the sum of all.
@@ -145,52 +104,95 @@ class Worker:
 
     def _work(self, units: Iterable[int]) -> Iterator[None]:
         """Yield now and then, whenever progress has been reported."""
-        with self._stop.deferred():
-            for unit in units:
-                for _ in self._work_unit(unit):
-                    if self._report():
-                        yield
-                    self._stop.check()
+        with self._stop.deferred(), self._pipeline, ThreadPoolExecutor(1) as ahead:
+            for place, batch, samples in self._batches(iter(units), ahead):
+                if self._stop.is_set:
+                    break
+                self._run(batch, samples, place=place, is_split=False)
+                if self._report():
+                    yield
+            self._pipeline.drain(self._stop.seconds_left)
+            self._stop.check()
+            self._pipeline.assert_done()
+        self._pipeline.count()
+        self._tally.seconds = time.monotonic() - self._began
         self._crew.report(self._tally, is_done=True)
 
-    def _work_unit(self, unit: int) -> Iterator[None]:
-        """Yield after every batch."""
-        store, packs = self._store, self._packs
-        batches = store.plan.batches[unit]
-        open_packs = {pack for batch in batches for pack in packs[batch].tolist()}
-        buffers = {p: PackBuffer(store, p) for p in sorted(open_packs - store.committed)}
-        tokens: dict[int, np.ndarray] = {}
-        for batch in batches:
-            # A batch with any uncommitted sample runs whole: its shape decides its rounding.
-            if not any(int(packs[sample]) in buffers for sample in batch):
-                continue
-            samples = [
-                _sample_tokens(store, tokens, int(packs[i]))[self._starts[i] :][: self._lengths[i]]
-                for i in batch
-            ]
-            states = self._forward(samples)
-            self._tally.padded_tokens += len(samples) * max(map(len, samples))
-            self._tally.tokens += sum(map(len, samples))
-            for sample, rows in _rows_of(batch, self._lengths):
-                if (buffer := buffers.get(int(packs[sample]))) is not None:
-                    buffer.put(sample, int(self._starts[sample]), states, rows)
-            del states
-            for pack in [p for p, buffer in buffers.items() if not buffer.missing]:
-                self._commit(buffers.pop(pack))
-            yield
-        assert not buffers, f"packs {sorted(buffers)} have samples in no batch of their unit"
+    def _batches(
+        self, units: Iterator[int], ahead: ThreadPoolExecutor
+    ) -> Iterator[tuple[tuple[int, int], list[int], list[np.ndarray]]]:
+        """Yield (unit, batch), sample indices and their tokens.
 
-    def _commit(self, buffer: PackBuffer) -> None:
-        self._tally.written_bytes += self._store.commit_pack(
-            buffer.pack,
-            buffer.features if buffer.coded is None else buffer.coded.joined(),
-            buffer.final if buffer.coded is None else None,
-            quarantined=buffer.quarantined,
-            run_info=self._run_info,
+        A unit is taken and its tokens are read during the last batch of the one before: no sooner,
+        because another worker may be the first to need it.
+        """
+        future = ahead.submit(self._next_unit, units)
+        while (batches := future.result()) is not None:
+            for at, (place, batch, samples) in enumerate(batches):
+                if at == len(batches) - 1:
+                    future = ahead.submit(self._next_unit, units)
+                yield place, batch, samples
+
+    def _next_unit(
+        self, units: Iterator[int]
+    ) -> list[tuple[tuple[int, int], list[int], list[np.ndarray]]] | None:
+        unit = next(units, None)
+        if unit is None:
+            return None
+        # A batch with any uncommitted sample runs whole: its shape decides its rounding.
+        batches = [
+            (at, batch)
+            for at, batch in enumerate(self._store.plan.batches[unit])
+            if any(map(self._pipeline.is_wanted, batch))
+        ]
+        assert batches, f"unit {unit} has nothing left to do"
+        packs = sorted({int(self._packs[i]) for _, batch in batches for i in batch})
+        tokens = dict(
+            zip(packs, in_parallel(self._store.blobs, self._store.read_tokens, packs), strict=True)
         )
-        self._tally.quarantined.update(buffer.quarantined)
-        self._tally.committed_packs += 1
-        self._tally.committed_tokens += self._store.pack_length(buffer.pack)
+
+        def tokens_of(sample: int) -> np.ndarray:
+            return tokens[int(self._packs[sample])][self._starts[sample] :][: self._lengths[sample]]
+
+        return [((unit, at), batch, [tokens_of(i) for i in batch]) for at, batch in batches]
+
+    def _run(
+        self,
+        batch: Sequence[int],
+        samples: Sequence[np.ndarray],
+        *,
+        place: tuple[int, int],
+        is_split: bool,
+    ) -> None:
+        """Start the forward of samples, in halves where they do not fit, and hand it on."""
+        buffer = self._pipeline.buffer()
+        if not self._fits(samples, buffer):
+            self._ring.release(buffer)
+            self._tally.splits += 1
+            middle = len(batch) // 2
+            for half in (slice(None, middle), slice(middle, None)):
+                self._run(batch[half], samples[half], place=place, is_split=True)
+            return
+        self._pipeline.submit(buffer, Part(samples=batch, split=place if is_split else None))
+        self._tally.padded_tokens += len(samples) * max(map(len, samples))
+        self._tally.tokens += sum(map(len, samples))
+
+    def _fits(self, samples: Sequence[np.ndarray], buffer: StateBuffer) -> bool:
+        """Start a forward; returns whether the device's memory holds it."""
+        try:
+            self._ring.compute(samples, buffer)
+            return True
+        except torch.OutOfMemoryError as problem:
+            if len(samples) == 1:
+                raise Stopped(
+                    f"the memory of {self._forward.device} does not hold the forward of one sample "
+                    f"of {len(samples[0])} tokens ({str(problem).splitlines()[0]}); lower "
+                    "--max-length for a new store, or go on where more memory is free"
+                ) from problem
+        # Outside of the handler: the exception keeps the failed forward's tensors alive.
+        if self._forward.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return False
 
     def _report(self) -> bool:
         """Tell the first worker and the log, not too often; returns whether it did."""
@@ -199,22 +201,9 @@ class Worker:
         if now < self._next_report:
             return False
         self._next_report = now + _REPORT_S
+        self._pipeline.count()
         self._crew.report(self._tally)
         if now >= self._next_log:
             self._next_log = now + _LOG_S
             self._log.write({"kind": "progress", "time": time.time(), **self._tally.as_record()})
         return True
-
-
-def _sample_tokens(store: Store, tokens: dict[int, np.ndarray], pack: int) -> np.ndarray:
-    """Return a pack's tokens, read once a unit."""
-    if pack not in tokens:
-        tokens[pack] = store.read_tokens(pack)
-    return tokens[pack]
-
-
-def _rows_of(batch: Sequence[int], lengths: np.ndarray) -> Iterator[tuple[int, slice]]:
-    first = 0
-    for sample in batch:
-        yield sample, slice(first, first + int(lengths[sample]))
-        first += int(lengths[sample])

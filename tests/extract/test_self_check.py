@@ -35,33 +35,43 @@ def test_sound_states_pass(target: Target):
 def shift_layers(monkeypatch) -> None:
     init = forward_module.Capture.__init__
 
-    def one_off(capture, target, layers):
-        init(capture, target, tuple(layer + 1 for layer in layers))
+    def one_off(capture, target, layers, **kwargs):
+        init(capture, target, tuple(layer + 1 for layer in layers), **kwargs)
 
     monkeypatch.setattr(forward_module.Capture, "__init__", one_off)
 
 
 def change_states(monkeypatch, change) -> None:
+    """Change rows [R, H] of a captured layer where they lie."""
     take = forward_module.Capture.take
-    monkeypatch.setattr(forward_module.Capture, "take", lambda self: change(take(self)))
+
+    def changed(capture):
+        states = take(capture)
+        for state in states:
+            state.copy_(change(state))
+        return states
+
+    monkeypatch.setattr(forward_module.Capture, "take", changed)
 
 
-def swap_rows(monkeypatch) -> None:
-    change_states(monkeypatch, lambda states: [s.roll(1, dims=0) for s in states])
+def swap_row_pairs(monkeypatch) -> None:
+    def swapped(state):
+        order = torch.arange(len(state)) ^ 1  # 1, 0, 3, 2, …
+        return state[order.clamp(max=len(state) - 1)]
+
+    change_states(monkeypatch, swapped)
+
+
+def rows_of_another_sample(monkeypatch) -> None:
+    change_states(monkeypatch, lambda s: s.roll(40, dims=0))
 
 
 def shift_positions(monkeypatch) -> None:
-    change_states(monkeypatch, lambda states: [s.roll(1, dims=1) for s in states])
+    change_states(monkeypatch, lambda s: s.roll(1, dims=0))
 
 
 def stale_buffer(monkeypatch) -> None:
-    kept: list = []
-
-    def first_of_all(states):
-        kept.append(states)
-        return [torch.zeros_like(s) for s in states]
-
-    change_states(monkeypatch, first_of_all)
+    change_states(monkeypatch, torch.zeros_like)
 
 
 def shifted_ids(monkeypatch) -> None:
@@ -89,7 +99,15 @@ def left_padding(monkeypatch) -> None:
     monkeypatch.setattr(forward_module, "_right_padded", padded)
 
 
-FAULTS = [shift_layers, swap_rows, shift_positions, stale_buffer, shifted_ids, left_padding]
+FAULTS = [
+    shift_layers,
+    swap_row_pairs,
+    rows_of_another_sample,
+    shift_positions,
+    stale_buffer,
+    shifted_ids,
+    left_padding,
+]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)

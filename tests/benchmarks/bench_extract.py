@@ -1,0 +1,391 @@
+"""Extraction against the bare forward of the same batches, to a store on a RAM disk.
+
+    python tests/benchmarks/bench_extract.py --shape 8b --codec int8 raw lossless
+    torchrun --standalone --nproc-per-node 2 tests/benchmarks/bench_extract.py --codec int8
+
+Random weights, random tokens; 5 captured layers and the final state. Equal lengths are 8 x 2,048
+tokens a batch; real ones are log-normal with mean 800, cut at 4,096, at --batch-tokens 32768. A
+rate counts from the second unit on, until the last batch: by then the disk has to keep up, or the
+bounded queues hold the forward up. The time with the last unit's commits is given beside it. States
+read back from each store are compared with a forward of their batch.
+"""
+
+import argparse
+import os
+import platform
+import resource
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config
+
+from dflash_offline.common import target as target_module
+from dflash_offline.common.cache import open_cache
+from dflash_offline.common.checkpoint_files import Checkpoint
+from dflash_offline.common.identity import Identity
+from dflash_offline.common.layer_ids import resolve_layers
+from dflash_offline.common.pack_arrays import as_bfloat16
+from dflash_offline.common.progress import JsonLog
+from dflash_offline.common.store import Plan, Sample, Schema
+from dflash_offline.common.store_writer import Store
+from dflash_offline.common.target import Target
+from dflash_offline.extract.calibrate import calibrate
+from dflash_offline.extract.crew import Crew
+from dflash_offline.extract.forward import StateForward
+from dflash_offline.extract.pipeline import num_writers
+from dflash_offline.extract.place import Place, place_in
+from dflash_offline.extract.plan import cut_packs, make_batches
+from dflash_offline.extract.self_check import report, self_check
+from dflash_offline.extract.stop_request import StopRequest
+from dflash_offline.extract.worker import Worker, unfinished_units
+
+SHAPES = {
+    "8b": Qwen3Config(
+        vocab_size=151936,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+    ),
+    "27b": Qwen3_5TextConfig(
+        vocab_size=248320,
+        hidden_size=5120,
+        intermediate_size=17408,
+        num_hidden_layers=64,
+        num_attention_heads=24,
+        num_key_value_heads=4,
+        head_dim=256,
+        linear_num_key_heads=16,
+        linear_num_value_heads=48,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+    ),
+    # Shows that the script runs, on any machine.
+    "tiny": Qwen3Config(
+        vocab_size=999,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+    ),
+}
+PACK_TOKENS, GB = 16384, 1e9
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--codec", nargs="*", default=["int8", "raw", "lossless"])
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a sample")
+    parser.add_argument("--batch", type=int, default=8, help="samples of a batch")
+    parser.add_argument("--unit-packs", type=int, default=8)
+    parser.add_argument("--units", type=int, default=4)
+    parser.add_argument("--real", help="codec of a run with real lengths, one unit of 16 packs")
+    parser.add_argument("--ram-disk", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--grow-gb", type=int, default=0, help="touch this much memory first")
+    parser.add_argument("--commit", default="unknown")
+    return parser.parse_args()
+
+
+class Timed(StateForward):
+    """Notes when every batch begins."""
+
+    calls: list[tuple[float, int]]
+
+    def states(self, samples: Sequence[np.ndarray], out: torch.Tensor) -> torch.Tensor:
+        self.calls.append((time.perf_counter(), sum(map(len, samples))))
+        return super().states(samples, out)
+
+    def rate(self, first: int) -> float:
+        """Return tokens a second from one batch to the last."""
+        began, ended = self.calls[first][0], self.calls[-1][0]
+        return sum(tokens for _, tokens in self.calls[first:-1]) / (ended - began)
+
+
+def device_of(place: Place) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.cuda.set_device(place.local_rank)
+    return torch.device("cuda", place.local_rank)
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def peak_bytes() -> int:
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+
+
+def reset_peak() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def random_target(shape: str, device: torch.device) -> Target:
+    """Make a target on its device, as loading a checkpoint without its head does."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    torch.manual_seed(0)
+    with device:
+        causal = AutoModelForCausalLM.from_config(SHAPES[shape], dtype=dtype)
+    causal.eval().requires_grad_(False)
+    causal.get_output_embeddings().to("cpu")
+    nowhere = Checkpoint(given="random", where="random", revision=None)
+    return target_module._describe(nowhere, causal, device=device, dtype=dtype, head=False)
+
+
+def make_plan(
+    lengths: Sequence[int], *, unit_packs: int, batch_tokens: int, vocab: int
+) -> tuple[Plan, list[np.ndarray]]:
+    packs, starts, num_packs = cut_packs(np.array(lengths), PACK_TOKENS)
+    samples = [
+        Sample(
+            id=f"random:{i}",
+            source="random",
+            licence="",
+            content_hash=str(i),
+            length=int(length),
+            supervised=int(length),
+            pack=int(pack),
+            start=int(start),
+            held_out=False,
+        )
+        for i, (length, pack, start) in enumerate(zip(lengths, packs, starts, strict=True))
+    ]
+    batches = make_batches(
+        np.array(lengths), packs, unit_packs=unit_packs, batch_tokens=batch_tokens
+    )
+    plan = Plan(
+        samples=samples,
+        batches=batches,
+        num_packs=num_packs,
+        num_held_out_packs=0,
+        unit_packs=unit_packs,
+    )
+    rng = np.random.default_rng(0)
+    return plan, [rng.integers(0, vocab, n).astype(np.int32) for n in lengths]
+
+
+def real_lengths(num_packs: int) -> list[int]:
+    rng, lengths, room = np.random.default_rng(0), [], num_packs * PACK_TOKENS * 0.97
+    while sum(lengths) < room:
+        lengths.append(int(np.clip(rng.lognormal(np.log(800) - 0.32, 0.8), 16, 4096)))
+    return lengths
+
+
+@torch.inference_mode()
+def bare_rate(target: Target, ids: np.ndarray, count: int) -> float:
+    """Return tokens a second of the base model alone."""
+    batch = torch.from_numpy(ids).to(target.device)
+    for _ in range(2):
+        target.base(input_ids=batch, use_cache=False)
+    synchronize()
+    began = time.perf_counter()
+    for _ in range(count):
+        target.base(input_ids=batch, use_cache=False)
+    synchronize()
+    return count * ids.size / (time.perf_counter() - began)
+
+
+def extract(
+    options: argparse.Namespace,
+    target: Target,
+    place: Place,
+    *,
+    codec: str,
+    plan: Plan,
+    tokens: list[np.ndarray],
+    first: int,
+) -> dict[str, float]:
+    """Extract a plan into a new store; returns rates, peak memory and CPU seconds."""
+    layers = resolve_layers("auto:5", target.num_layers)
+    schema = Schema(
+        layers=layers,
+        hidden=target.hidden_size,
+        vocab_size=target.vocab_size,
+        pack_tokens=PACK_TOKENS,
+        codec=codec,
+        teacher="final",
+    )
+    folder = (
+        options.ram_disk / f"bench-extract-{os.environ.get('TORCHELASTIC_RUN_ID', os.getpid())}"
+    )
+    reset_peak()
+    with (
+        StopRequest() as stop,
+        Crew(place, stop, device=str(target.device)) as crew,
+        tempfile.TemporaryDirectory() as logs,
+        Timed(target, layers, keep_final=True) as forward,
+    ):
+        forward.calls = []
+        if place.is_first:
+            shutil.rmtree(folder, ignore_errors=True)
+            store = Store.create_or_resume(
+                str(folder),
+                schema=schema,
+                identity=Identity(target={}, store={}, plan={}),
+                plan=plan,
+                tokens=tokens,
+                masks=[np.ones(len(each), np.uint8) for each in tokens],
+                target_files={"config.json": b"{}"},
+                options={},
+            )
+            calibrate(store, forward, target, seed=0, batch_tokens=PACK_TOKENS)
+            crew.publish("units", unfinished_units(store))
+        units = unfinished_units(store) if place.is_first else crew.expect("units")
+        if not place.is_first:
+            store = Store.join(str(folder))
+        forward.calls = []
+        log = JsonLog(Path(logs) / "log.jsonl")
+        worker = Worker(
+            store,
+            forward,
+            crew,
+            stop,
+            log=log,
+            run_info={},
+            writers=num_writers(place.local_size),
+        )
+        cpu = resource.getrusage(resource.RUSAGE_SELF)
+        began = time.perf_counter()
+        if place.is_first:
+            total = worker.lead(crew.shares(units, "taken"))
+        else:
+            worker.follow(crew.shares(units, "taken"))
+            total = None
+        seconds = time.perf_counter() - began
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        store.close()
+        log.close()
+    if place.is_first:
+        check_content(folder, target, plan, tokens)
+    cpu_s = used.ru_utime + used.ru_stime - cpu.ru_utime - cpu.ru_stime
+    if place.is_first:
+        shutil.rmtree(folder)
+    result = {
+        "rate": forward.rate(first),
+        "seconds": seconds,
+        "cpu_s": cpu_s,
+        "peak": peak_bytes(),
+        "tokens": sum(n for _, n in forward.calls),
+    }
+    if total is not None:
+        result |= {
+            "whole": total.tokens / total.seconds,
+            "padded": total.padded_frac,
+            "gb_per_s": total.written_bytes / total.seconds / GB,
+        }
+    return result
+
+
+def check_content(folder: Path, target: Target, plan: Plan, tokens: list[np.ndarray]) -> None:
+    """Compare the states of one batch with those of its forward, in the same shape."""
+    cache = open_cache(str(folder))
+    batch = plan.batches[-1][0]
+    with StateForward(target, cache.schema.layers, keep_final=True) as forward:
+        wanted = forward([tokens[i] for i in batch])
+    bound = 0.02 if cache.schema.is_coded else 0.0
+    first = 0
+    for index, document in zip(batch, cache.read_many(batch), strict=True):
+        rows = slice(first, first + len(tokens[index]))
+        first = rows.stop
+        for ours, theirs in (
+            (document.features, wanted.features[:, rows]),
+            (document.final[None], wanted.final[None, rows]),
+        ):
+            a, b = as_bfloat16(np.ascontiguousarray(ours)).float(), as_bfloat16(theirs).float()
+            error = float((a - b).norm() / b.norm())
+            assert error <= bound, f"sample {index} differs by {error}"
+
+
+def grow_memory(gigabytes: int) -> None:
+    """Touch memory from many threads; a virtual machine may get it only then, and slowly."""
+    began = time.perf_counter()
+
+    def touch() -> None:
+        np.ones(1 << 27, np.float64)
+
+    threads = [threading.Thread(target=touch) for _ in range(gigabytes)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print(f"touched {gigabytes} GiB in {time.perf_counter() - began:.1f} s", flush=True)
+
+
+def main() -> None:
+    options = parse()
+    place = place_in(os.environ) or Place()
+    device = device_of(place)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    print(
+        f"{name} x {place.size}, torch {torch.__version__}, transformers "
+        f"{transformers.__version__}, commit {options.commit}, shape {options.shape}, "
+        f"{options.batch} x {options.length}, units of {options.unit_packs} packs",
+        flush=True,
+    )
+    if options.grow_gb and place.local_rank == 0:
+        grow_memory(options.grow_gb)
+    target = random_target(options.shape, device)
+    rng = np.random.default_rng(1)
+    ids = rng.integers(0, target.vocab_size, (options.batch, options.length))
+    checked = [ids[0, :n].astype(np.int32) for n in (3, 17, 40, 200)]
+    layers = resolve_layers("auto:5", target.num_layers)
+    report(self_check(target, layers, checked))
+    reset_peak()
+    per_unit = options.unit_packs * PACK_TOKENS // (options.batch * options.length)
+    bare_rate(target, ids, 2)
+    bare_peak = peak_bytes()
+    lengths = [options.length] * (
+        options.units * options.unit_packs * PACK_TOKENS // options.length
+    )
+    plan, tokens = make_plan(
+        lengths,
+        unit_packs=options.unit_packs,
+        batch_tokens=options.batch * options.length,
+        vocab=target.vocab_size,
+    )
+    bare = bare_rate(target, ids, 2 * per_unit)
+    print(f"bare        {bare:9,.0f} tokens/s, peak {bare_peak / GB:.2f} GB", flush=True)
+    for codec in options.codec:
+        got = extract(options, target, place, codec=codec, plan=plan, tokens=tokens, first=per_unit)
+        again = bare_rate(target, ids, per_unit)
+        show(codec, got, (bare + again) / 2, bare_peak)
+        bare = again
+    if options.real:
+        plan, tokens = make_plan(
+            real_lengths(16), unit_packs=16, batch_tokens=32768, vocab=target.vocab_size
+        )
+        got = extract(options, target, place, codec=options.real, plan=plan, tokens=tokens, first=0)
+        show(f"real {options.real}", got, bare, bare_peak)
+
+
+def show(codec: str, got: dict[str, float], bare: float, bare_peak: int) -> None:
+    line = (
+        f"{codec:11s} {got['rate']:9,.0f} tokens/s, {got['rate'] / bare:.3f} x bare {bare:,.0f}; "
+        f"{got['seconds']:.1f} s in all, CPU {got['cpu_s'] / got['seconds']:.1f} cores, "
+        f"peak {got['peak'] / GB:.2f} GB ({(got['peak'] - bare_peak) / GB:+.2f})"
+    )
+    if "whole" in got:
+        line += (
+            f"; all workers {got['whole']:,.0f} tokens/s with the last commits, "
+            f"{got['gb_per_s']:.2f} GB/s, padded {got['padded']:.1%}"
+        )
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
