@@ -30,8 +30,10 @@ from dflash_offline.train.documents import LoadedDocument, PackReader, StreamOpt
 from dflash_offline.train.noise import noise_key
 from dflash_offline.train.order import WINDOW_PACKS, Draw, SampleOrder, StreamState
 
-# Steps built ahead of the one that trains.
-_STEPS_AHEAD = 2
+# With so many passes in page-locked memory beside those that train, no further step is built.
+_PASSES_AHEAD = 2
+# Seconds between looks at whether there is room for another step.
+_LOOK_S = 0.005
 # Packs of a store in host memory: the window that is being drawn from, and as many to come.
 _HELD_PACKS = 2 * WINDOW_PACKS
 # Packs being read, each by up to four threads: what eight cores can decompress.
@@ -269,7 +271,7 @@ class Stream:
         self._state = state
         self._samples_per_step = samples_per_step
         self._part = (rank, world_size)
-        self._queue: queue.Queue[StepInput | BaseException] = queue.Queue(_STEPS_AHEAD)
+        self._queue: queue.Queue[StepInput | BaseException] = queue.Queue()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="stream", daemon=True)
         self.wait_s = 0.0  # time that `next` waited, in total
@@ -298,11 +300,13 @@ class Stream:
     def _work(self) -> None:
         try:
             for draws, state in self._ahead():
-                if not self._put(self._builder.build(draws, state)):
-                    return
+                while self._is_full():
+                    if self._stop.wait(_LOOK_S):
+                        return
+                self._queue.put(self._builder.build(draws, state))
         except BaseException as problem:
             # Raised again by `next`, in the thread that trains.
-            self._put(problem)
+            self._queue.put(problem)
         finally:
             self._builder.close()
 
@@ -334,11 +338,7 @@ class Stream:
             draws, state = self._order.take(state, count)
             yield draws[rank * count // world : (rank + 1) * count // world], state
 
-    def _put(self, item: StepInput | BaseException) -> bool:
-        while not self._stop.is_set():
-            try:
-                self._queue.put(item, timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False
+    def _is_full(self) -> bool:
+        with self._queue.mutex:
+            steps = [each for each in self._queue.queue if isinstance(each, StepInput)]
+        return sum(max(1, len(step.passes)) for step in steps) >= _PASSES_AHEAD

@@ -208,6 +208,26 @@ def test_the_thread_ends_with_the_block(small_store):
     assert stream.wait_s > 0
 
 
+@pytest.mark.parametrize(("rows", "waiting"), [(4096, 2), (16, 1)], ids=["one pass", "many"])
+def test_few_passes_wait_in_memory(small_store, monkeypatch, rows, waiting):
+    built = threading.Semaphore(0)
+    build = StepBuilder.build
+
+    def counted(self, draws, state):
+        step = build(self, draws, state)
+        built.release()
+        return step
+
+    monkeypatch.setattr(StepBuilder, "build", counted)
+    with stream_of(open_cache(small_store[0]), [5] * 9, rows_per_pass=rows) as stream:
+        for number in range(3):
+            for _ in range(waiting if number == 0 else 1):
+                assert built.acquire(timeout=20)
+            # A step beyond those would be there by now.
+            assert not built.acquire(timeout=0.2)
+            assert len(stream.next().passes) == (1 if waiting == 2 else 10)
+
+
 def test_a_long_context_ends_a_pass(toy_maker):
     toy = toy_maker()
     documents = [toy.document(40, anchors=[38], seed=n) for n in range(4)]
