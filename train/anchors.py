@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import torch
 
+from dflash_offline.common.topk import TopK
 from dflash_offline.kernels.block_attention import BlockTables, build_tables
 from dflash_offline.train.noise import row_keys
 
@@ -49,6 +50,7 @@ class AnchoredDocument:
     supervised: np.ndarray  # bool [T]
     anchors: np.ndarray  # int64 [A], ascending
     noise_key: int = 0  # see `noise`
+    topk: TopK | None = None  # the target's best tokens after each, where the pass needs them
 
     @property
     def num_context(self) -> int:
@@ -71,6 +73,8 @@ class PassTables:
     label_rows: torch.Tensor  # int64 [M], rows that carry a label, ascending
     document: torch.Tensor  # int64 [A], index into the pass's documents
     anchors: torch.Tensor  # int64 [A], positions inside the document
+    topk_ids: torch.Tensor  # int32 [M, k], the target's best tokens where a label is; k may be 0
+    topk_logprobs: torch.Tensor  # float32 [M, k]
 
     @property
     def num_anchors(self) -> int:
@@ -196,7 +200,28 @@ def build_pass(
         label_rows=torch.from_numpy(np.flatnonzero(labels_AB.reshape(-1) >= 0)),
         document=torch.from_numpy(document_A),
         anchors=torch.from_numpy(anchors_A),
+        **_best_tokens(documents, labels_AB >= 0, layout),
     )
+
+
+def _best_tokens(
+    documents: Sequence[AnchoredDocument], labelled: np.ndarray, layout: BlockLayout
+) -> dict[str, torch.Tensor]:
+    """Gather the target's predictions of the labelled slots' tokens; `labelled` is bool [A, B]."""
+    before_B = np.arange(layout.block_size) + int(layout.sample_from_anchor) - 1
+    rows, first = [], 0
+    for document in documents:
+        is_labelled_AB = labelled[first : first + len(document.anchors)]
+        first += len(document.anchors)
+        if document.topk is not None:
+            at = (document.anchors[:, None] + before_B)[is_labelled_AB]
+            best = document.topk
+            rows.append(TopK(ids=best.ids[at], logprobs=best.logprobs[at]))
+    best = TopK.joined(rows) if rows else TopK.zeros(int(labelled.sum()), 0)
+    return {
+        "topk_ids": torch.from_numpy(best.ids),
+        "topk_logprobs": torch.from_numpy(best.logprobs),
+    }
 
 
 def _block_arrays(document: AnchoredDocument, layout: BlockLayout) -> tuple[np.ndarray, np.ndarray]:

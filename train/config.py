@@ -114,7 +114,7 @@ class TrainConfig:
     )
     labels: str = option(
         "data",
-        help="What slots learn: the data's tokens, or the target's best ones (--teacher final).",
+        help="What slots learn: the data's tokens, or the target's best ones (needs a teacher).",
         type=click.Choice(["data", "teacher"]),
     )
     noise: float = option(

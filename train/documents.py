@@ -30,6 +30,7 @@ class StreamOptions:
     supervise: str = "all"
     skip_damaged: bool = False  # leave samples of packs that cannot be read out
     with_final: bool = False  # also gather the final state at every labelled row
+    num_topk: int = 0  # the teacher's best tokens to gather there
     dtype: torch.dtype = torch.bfloat16  # of the final states handed over
     pinned: bool = False
     # What `block_attention.table_sizes` says for the drafter, where kernels will read the tables.
@@ -119,4 +120,5 @@ class PackReader:
             tokens=document.tokens,
             supervised=supervised(document.loss_mask, self._options.supervise),
             anchors=np.empty(0, np.int64),
+            topk=document.topk if self._options.num_topk else None,
         )

@@ -35,7 +35,7 @@ from dflash_offline.train.mask_token import MaskToken, choose_mask_token
 from dflash_offline.train.memory_model import memory_line
 from dflash_offline.train.objective import Objective, objective_of
 from dflash_offline.train.order import SampleOrder, StoreSamples
-from dflash_offline.train.row_loss import row_losses
+from dflash_offline.train.row_loss import BestTokens, row_losses
 from dflash_offline.train.schedule import parse_every
 from dflash_offline.train.sources import (
     check_supervision,
@@ -90,12 +90,17 @@ class Setup:
             seed=self.config.seed,
             supervise=self.config.supervise,
             skip_damaged=self.config.damaged == "skip",
-            with_final=self.objective.needs_teacher,
+            with_final=self.objective.needs_teacher and not self._num_topk,
+            num_topk=self._num_topk,
             # Half the bytes to copy to a GPU; on a CPU the copy converts at once.
             dtype=torch.bfloat16 if self.device.type == "cuda" else self.dtype,
             pinned=self.device.type == "cuda",
             table_sizes=self._table_sizes() if self.device.type == "cuda" else {},
         )
+
+    @property
+    def _num_topk(self) -> int:
+        return self.caches[0].schema.num_topk if self.objective.needs_teacher else 0
 
     def _table_sizes(self) -> dict[str, tuple[int, ...]]:
         shape = self.drafter.config
@@ -112,11 +117,15 @@ class Setup:
             return
         codecs = [cache.schema.codec for cache in self.caches]
         warm_up_step(self.drafter, self.head, self.objective, self.stream_options, codecs=codecs)
-        warm_up_loss(
-            lambda x, labels: row_losses(self.head, x, labels, x.detach(), self.objective).loss,
-            self.head.weight,
-            chunk_rows=self.head.chunk_rows,
-        )
+        k = self._num_topk
+        ids = torch.arange(k, dtype=torch.int32, device=self.device).expand(self.head.chunk_rows, k)
+
+        def loss(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            best = BestTokens(ids[: len(x)].contiguous(), -1.0 - ids[: len(x)].float())
+            teacher = best if k else x.detach()
+            return row_losses(self.head, x, labels, teacher, self.objective).loss
+
+        warm_up_loss(loss, self.head.weight, chunk_rows=self.head.chunk_rows)
 
     def samples_of_steps(self) -> Iterator[int]:
         """Yield the number of samples of every step still to come; the last may be smaller."""

@@ -39,17 +39,27 @@ def open_caches(config: TrainConfig) -> list[Cache]:
 
 
 def _check_teacher(config: TrainConfig, caches: list[Cache]) -> None:
-    if parse_loss(config.loss).terms.need_teacher:
+    """Refuse stores without the teacher that --loss or --labels ask for."""
+    terms = parse_loss(config.loss).terms
+    if terms.need_teacher:
         option, remedy = f"--loss {config.loss}", "--loss decay or dpace"
     elif config.labels == "teacher":
         option, remedy = "--labels teacher", "--labels data"
     else:
         return
+    whole = bool(terms.rkl or terms.tv)
     for url, cache in zip(config.cache, caches, strict=True):
-        if cache.schema.teacher != "final":
+        schema = cache.schema
+        if schema.teacher != "final" and (whole or not schema.num_topk):
+            wanted = "--teacher final" if whole else "--teacher final or topk:K"
             raise BadInput(
-                f"{option}: {url} holds no final states (teacher {cache.schema.teacher}); extract "
-                f"with --teacher final, or use {remedy}"
+                f"{option}: {url} holds no such teacher (it has {schema.teacher}); extract with "
+                f"{wanted}, or use {remedy}"
+            )
+        if schema.teacher != caches[0].schema.teacher:
+            raise BadInput(
+                f"{option}: {url} has the teacher {schema.teacher}, but {config.cache[0]} has "
+                f"{caches[0].schema.teacher}; mix stores of one kind, or use {remedy}"
             )
 
 

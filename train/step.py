@@ -12,7 +12,7 @@ from dflash_offline.train.drafter import Drafter
 from dflash_offline.train.feed import feed_of
 from dflash_offline.train.objective import Objective, PassSums, pass_sums, scatter_rows
 from dflash_offline.train.phase_clock import PhaseClock
-from dflash_offline.train.row_loss import row_losses
+from dflash_offline.train.row_loss import BestTokens, row_losses
 from dflash_offline.train.stream import PassInput
 from dflash_offline.train.target_head import TargetHead
 
@@ -41,7 +41,7 @@ def run_pass(
         head,
         hidden_NH.index_select(0, rows),
         tables.labels.index_select(0, rows),
-        given.final,
+        _teacher(given),
         objective,
     )
     shape = (tables.num_anchors, tables.layout.block_size)
@@ -51,6 +51,13 @@ def run_pass(
     )
     valid_AP = tables.label_grid(tables.labels) >= 0
     return pass_sums(objective, loss_AP, nll_AP, correct_AP > 0, valid_AP)
+
+
+def _teacher(given: PassInput) -> torch.Tensor | BestTokens | None:
+    tables = given.tables
+    if tables.topk_ids.shape[1]:
+        return BestTokens(tables.topk_ids, tables.topk_logprobs)
+    return given.final
 
 
 def accumulate(

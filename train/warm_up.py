@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
+from dflash_offline.common.topk import TopK
 from dflash_offline.kernels.coded_states import CODE_BYTES, GROUP, CodedStates
 from dflash_offline.train.anchors import AnchoredDocument
 from dflash_offline.train.documents import LoadedDocument, StreamOptions
@@ -41,6 +42,7 @@ def warm_up_step(
                     tokens=np.zeros(length, np.int32),
                     supervised=np.ones(length, bool),
                     anchors=np.array([size, 2 * size]),
+                    topk=_some_tokens(length, options.num_topk),
                 ),
                 features=_blank(codec, len(options.layers), length, hidden, exact=exact),
                 final=torch.zeros(length, hidden, dtype=torch.bfloat16),
@@ -51,6 +53,13 @@ def warm_up_step(
     for parameter in drafter.parameters():
         if parameter.grad is not None:
             parameter.grad.zero_()
+
+
+def _some_tokens(tokens: int, k: int) -> TopK | None:
+    if not k:
+        return None
+    ids = np.tile(np.arange(k, dtype=np.int32), (tokens, 1))
+    return TopK(ids=ids, logprobs=-1.0 - ids.astype(np.float32))
 
 
 def _blank(codec: str, layers: int, tokens: int, hidden: int, *, exact: bool) -> CodedStates:

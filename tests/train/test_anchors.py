@@ -141,5 +141,5 @@ def test_every_anchor_has_a_label():
 def test_to_moves_every_tensor():
     tables = build_pass([document([1, 2, 3], [1, 1, 1], [0, 1])], LAYOUT).to("meta")
     moved = [value for value in vars(tables).values() if isinstance(value, torch.Tensor)]
-    assert len(moved) == 7
+    assert len(moved) == 10
     assert all(value.device.type == "meta" for value in moved)

@@ -7,10 +7,12 @@ import signal
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from dflash_offline.common.errors import BadInput, DamagedStore, Stopped
+from dflash_offline.common.topk import TopK, predicts
 from dflash_offline.train.checkpoint import checkpoints
 from dflash_offline.train.cli import main
 from dflash_offline.train.export import load_drafter
@@ -244,6 +246,28 @@ def test_what_the_teacher_changes(config, corpus_maker, tmp_path):
         train(config(tmp_path / "store", out, loss=loss, labels=labels, num_steps=2))
         found.add(tuple(losses(out).values()))
     assert len(found) == 3
+
+
+def test_a_teacher_of_best_tokens(config, corpus_maker, tmp_path):
+    corpus = corpus_maker(teacher="topk:5")
+    rng = np.random.default_rng(0)
+    with corpus.open(tmp_path / "store") as store:
+        for pack in range(corpus.plan.num_packs):
+            members = store.pack_samples(pack)
+            kept = np.concatenate([predicts(corpus.masks[i]) for i in members])[:, None]
+            ids = np.argsort(rng.random((len(kept), 90)), axis=1)[:, :5].astype(np.int32)
+            logprobs = -np.sort(rng.exponential(2.0, ids.shape).astype(np.float32), axis=1) - 2.0
+            features = np.concatenate([corpus.features[i] for i in members], axis=1)
+            best = TopK(ids=ids * kept, logprobs=logprobs * kept)
+            store.commit_pack(pack, features, topk=best)
+    found = set()
+    for loss, labels in (("decay", "data"), ("decay", "teacher"), ("dpace,kl=0.9,ce=0.1", "data")):
+        out = tmp_path / f"{loss}-{labels}"
+        train(config(tmp_path / "store", out, loss=loss, labels=labels, num_steps=2))
+        found.add(tuple(losses(out).values()))
+    assert len(found) == 3
+    with pytest.raises(BadInput, match="--loss tv: .* extract with --teacher final, or use"):
+        train(config(tmp_path / "store", tmp_path / "tv", loss="tv"))
 
 
 def test_skipped_samples_are_counted_and_nothing_is_nan(config, corpus_maker, tmp_path):

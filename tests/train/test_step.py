@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from dflash_offline.common.topk import TopK
 from dflash_offline.train.loss_spec import DECAY, DPACE, parse_loss
 from dflash_offline.train.noise import noise_key, row_keys
 from dflash_offline.train.objective import Objective, objective_of
@@ -13,11 +14,17 @@ from dflash_offline.train.optimizer import Optimizer
 from dflash_offline.train.step import accumulate, run_pass
 from dflash_offline.train.stream import assemble, cut_into_passes
 
+VOCAB = 53  # of the toy
 
-def gradients(toy, groups, objective) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+
+def gradients(
+    toy, groups, objective, *, with_final: bool | None = None
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Return the normalised gradient of groups of documents, one pass each, and the sums."""
     toy.drafter.zero_grad()
-    options = toy.options(with_final=objective.needs_teacher)
+    if with_final is None:
+        with_final = objective.needs_teacher
+    options = toy.options(with_final=with_final)
     passes = [assemble(group, options) for group in groups]
     totals = accumulate(toy.drafter, toy.head, objective, passes)
     named = toy.drafter.named_parameters()
@@ -221,6 +228,35 @@ def test_divergences_equal_the_written_sums(toy_maker):
     for labels, ids in (("data", given.tables.labels[rows]), ("teacher", q.argmax(-1))):
         nll = -p.gather(1, ids[:, None])[:, 0]
         torch.testing.assert_close(sums[labels], (weights * (divergence + 0.1 * nll)).sum())
+
+
+def with_best_tokens(toy, document, k: int):
+    """Replace a document's final states by the k best tokens that they predict."""
+    logprobs = (document.final.double() @ toy.head.weight.double().T).log_softmax(-1)
+    best, ids = logprobs.topk(k)
+    topk = TopK(ids=ids.int().numpy(), logprobs=best.float().numpy())
+    anchored = dataclasses.replace(document.anchored, topk=topk)
+    return dataclasses.replace(document, final=None, anchored=anchored)
+
+
+@pytest.mark.parametrize("layout", ["1+N", "anchor-first"])
+@pytest.mark.parametrize("labels", ["data", "teacher"])
+@pytest.mark.parametrize("loss", ["kl", "dpace,kl=0.9,ce=0.1", "dpace=0.3,kl", "dpace"])
+def test_all_of_a_teachers_tokens_are_the_teacher(toy_maker, loss, labels, layout):
+    toy = toy_maker(sample_from_anchor=layout == "anchor-first")
+    documents = [with_final(toy.document(n, seed=n), n) for n in (19, 9)]
+    objective = objective_of(parse_loss(loss), labels=labels, block_size=4)
+    whole, totals = gradients(toy, [documents], objective)
+    listed = [with_best_tokens(toy, each, VOCAB) for each in documents]
+    assert all(each.final is None for each in listed)
+    for groups in ([listed], list(cut_into_passes(listed, toy.layout, 8))):
+        found, found_totals = gradients(toy, groups, objective, with_final=False)
+        # Log-probabilities are kept in single precision.
+        torch.testing.assert_close(found_totals, totals, rtol=1e-5, atol=1e-5)
+        assert_same(whole, found, 1e-5)
+    few = [with_best_tokens(toy, each, 3) for each in documents]
+    if "kl" in loss:
+        assert gradients(toy, [few], objective, with_final=False)[1][0] < totals[0]
 
 
 @pytest.mark.parametrize("loss", ["kl", "dpace,kl"])
