@@ -21,8 +21,10 @@ from dflash_offline.extract.meta_forward import ForwardCost
 
 # cuBLAS keeps one for each of its two libraries on Hopper.
 _WORKSPACE_BYTES = 2 * (32 << 20)
-# Batches in page-locked memory, and units of packs in host memory, that the pipeline holds.
+# Batches in the ring, each with rows on the device and memory on the host, and units of packs.
 _RING_BATCHES, POOL_UNITS = 2, 2
+# The codec works in fp32 on blocks of 2^24 values, of which four exist at a time.
+_CODEC_BYTES = 4 * 4 * (1 << 24)
 # Memory that stays free, because the allocator cannot use every gap.
 _SPARE_FRAC = 0.03
 _GB = 1e9
@@ -72,9 +74,9 @@ def memory_model(
         activations  what `forward_cost` gives for T tokens; e * T * (4 * H + 3 * I) if dense
                      or, with a top-k teacher, 12 * 2048 * V for its logits after the forward
         head         e * V * H, only with a top-k teacher, nothing where it is the embedding
-        rows         2 * S * T * H, the batch's states, in memory that every batch uses
-        codes        those of the batch before, still on their way: T times S rows of codes and
-                     scales; nothing for raw and lossless
+        rows         2 * 2 * S * T * H, the states of the batch and of the one before it
+        codes        only with an int codec, which works beside the next forward: twice T * S rows
+                     of codes and scales (slot by slot, then all), and 256 MiB of fp32
         workspaces   64 MiB of cuBLAS
 
     The host's is, for each worker, the packs that are filled and written, two batches of the ring,
@@ -99,19 +101,19 @@ def memory_model(
     device = {
         "weights": size * cost.num_parameters,
         "activations": max(cost.activation_bytes or 0, logits),
-        "rows": rows,
+        "rows": _RING_BATCHES * rows,
     }
     if schema.num_topk:
         device["head"] = head
     if schema.is_coded:
-        device["codes"] = sent
+        device["codes"] = 2 * sent + _CODEC_BYTES
     buffers = {
         "packs": pool_packs * pack_bytes(schema),
         "ring": _RING_BATCHES * sent,
     }
     if not schema.num_topk:
         buffers["head"] = head
-    fixed = device["weights"] + device.get("head", 0)
+    fixed = device["weights"] + device.get("head", 0) + schema.is_coded * _CODEC_BYTES
     per_token = math.ceil((sum(device.values()) - fixed) / batch_tokens)
     if not on_gpu:
         both = {**device, **buffers}

@@ -115,7 +115,7 @@ def test_parts_of_a_gpu_and_its_host():
     assert found.device == {
         "weights": 2 * 10**9,
         "activations": 3 * GB,
-        "rows": 32768 * 4 * 1024 * 2,
+        "rows": 2 * 32768 * 4 * 1024 * 2,
         "workspaces": 64 << 20,
     }
     assert found.host == {
@@ -123,15 +123,16 @@ def test_parts_of_a_gpu_and_its_host():
         "ring": 2 * 2 * 32768 * 4 * 1024 * 2,
         "head": 2 * 1000 * 1024 * 2,
     }
-    assert found.per_token == -(-(3 * GB + 32768 * 8192) // 32768)
+    assert found.per_token == -(-(3 * GB + 2 * 32768 * 8192) // 32768)
     few = model(pool_packs=1, batch_tokens=1024)
     assert few.host == {"weights while loading": 2 * (2 * 10**9 + 1000 * 1024 * 2)}
 
 
 def test_codes_are_what_leaves_the_gpu():
     found = model("int8")
-    assert found.device["codes"] == 32768 * 4 * (1024 + 2)
-    assert found.host["ring"] == 2 * 2 * found.device["codes"]
+    codes = 32768 * 4 * (1024 + 2)
+    assert found.device["codes"] == 2 * codes + (256 << 20)
+    assert found.host["ring"] == 2 * 2 * codes
     assert found.host["packs"] == 2 * 32 * 16384 * 4 * (1024 + 2)
 
 
