@@ -188,7 +188,7 @@ class FaultProxy:
 
     def __post_init__(self) -> None:
         handler = type("Handler", (_Handler,), {"proxy": self})
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.server = _QuietServer(("127.0.0.1", 0), handler)
         self.server.daemon_threads = True
         # Handlers of kept-alive connections end with the process.
         self.server.block_on_close = False
@@ -217,8 +217,15 @@ class FaultProxy:
                 if fits and fault.times > 0 and num_bytes >= fault.min_bytes:
                     fault.times -= 1
                     self.counts[f"{method} {fault.kind}"] += 1
+                    self.counts[fault.match] += 1
                     return fault.kind
         return ""
+
+
+class _QuietServer(ThreadingHTTPServer):
+    def handle_error(self, *_request: object) -> None:
+        """Say nothing of clients that gave up and closed the connection."""
+        assert isinstance(sys.exc_info()[1], OSError), sys.exc_info()
 
 
 class _Handler(BaseHTTPRequestHandler):

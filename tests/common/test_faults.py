@@ -1,10 +1,14 @@
 """Storage that fails: transient faults are ridden out, permanent ones end in one line in time."""
 
+import itertools
 import os
+import random
 import re
 import subprocess
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -119,17 +123,79 @@ def test_permanent_faults_end_in_one_line(blobs, fault_proxy, kind, method, monk
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["503", "hang", "cut"])
-def test_permanent_faults_end_in_time(fault_proxy, s3_url, client, kind):
+def test_permanent_faults_end_in_time(fault_proxy, s3_url):
     """With the time limits as they are: no library below retries behind our back."""
-    blobs = blobs_at(s3_url, (*fault_proxy.options, client))
-    fault_proxy.fail(kind, "PUT", times=np.inf)
-    begin = time.monotonic()
-    with pytest.raises(Stopped, match="storage unreachable"):
-        blobs.create("k", [b"content"])
-    assert time.monotonic() - begin < 30
-    # aiohttp repeats a request once when its connection drops.
-    assert fault_proxy.counts["PUT"] < 20
+    cases = list(itertools.product(CLIENTS, ("500", "503", "hang", "cut"), ("PUT", "GET")))
+    stores = {case: blobs_at(s3_url, (*fault_proxy.options, f"client={case[0]}")) for case in cases}
+    for case, blobs in stores.items():
+        blobs.create("-".join(case), [b"content"])
+
+    def try_it(case: tuple[str, str, str]) -> tuple[str, float]:
+        _, kind, method = case
+        blobs, key = stores[case], "-".join(case) + ("-new" if method == "PUT" else "")
+        fault_proxy.fail(kind, method, times=np.inf, match=key)
+        begin = time.monotonic()
+        with pytest.raises(Stopped) as caught:
+            blobs.create(key, [b"content"]) if method == "PUT" else blobs.read(key)
+        # aiohttp repeats a request once when its connection drops.
+        assert fault_proxy.counts[key] < 20
+        return str(caught.value), time.monotonic() - begin
+
+    with ThreadPoolExecutor(len(cases)) as pool:
+        for case, (says, seconds) in zip(cases, pool.map(try_it, cases), strict=True):
+            assert re.match(r"storage unreachable: (writ|read)ing [^\n]*$", says), (case, says)
+            assert seconds < 30, case
+
+
+@pytest.mark.slow
+def test_command_ends_in_time(fault_proxy, s3_url, corpus_maker):
+    corpus = corpus_maker()
+    with corpus.open(s3_url, storage_options=fault_proxy.options) as store:
+        corpus.commit(store)
+    fault_proxy.fail("hang", "GET", times=np.inf, match=FEATURES)
+    main = "from dflash_offline.common.cache_cli import main; main()"
+    options = [f"--storage-option={each}" for each in fault_proxy.options]
+    with subprocess.Popen(
+        [sys.executable, "-c", main, "verify", "--deep", s3_url, *options],
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as command:
+        while not fault_proxy.counts[FEATURES] and command.poll() is None:
+            time.sleep(0.05)
+        begin = time.monotonic()
+        _, said = command.communicate()
+        assert time.monotonic() - begin < 30
+    assert command.returncode == 3, said
+    (line,) = [line for line in said.splitlines() if line.startswith("error:")]
+    assert "storage unreachable: reading features/c/" in line
+
+
+def test_store_is_written_and_read_through_random_faults(
+    fault_proxy, s3_url, client, corpus_maker, short_timeouts
+):
+    options = (*fault_proxy.options, client)
+    corpus = corpus_maker(teacher="final", codec="lossless", lengths=(60, 110) * 6)
+    done, rng = threading.Event(), random.Random(0)
+    kinds, methods = ("500", "503", "hang", "cut", "lost"), ("PUT", "PUT", "GET", "HEAD")
+
+    def make_trouble() -> None:
+        while not done.wait(0.1):
+            # At most one, and mostly none: what fails seven times in a row is not transient.
+            fault_proxy.faults.clear()
+            if rng.random() < 0.4:
+                fault_proxy.fail(rng.choice(kinds), rng.choice(methods))
+
+    trouble = threading.Thread(target=make_trouble)
+    trouble.start()
+    try:
+        with corpus.open(s3_url, storage_options=options) as store:
+            corpus.commit(store)
+        assert_equal_content(s3_url, corpus, options)
+    finally:
+        done.set()
+        trouble.join()
+    met = {name for name, count in fault_proxy.counts.items() if " " in name and count}
+    assert len(met) >= 5, f"only {met}"
 
 
 def test_nothing_listens(s3_url, client, monkeypatch):
