@@ -65,8 +65,8 @@ def memory_of(shape: DrafterConfig, load: Load) -> dict[str, int]:
     target: copies V H b. drafter: masters 4 P, gradients 4 P, and b P of copies if b < 4.
     optimiser: AdamW 8 P / W, Muon 4 P / W (all but some vectors are matrices), and 4 P / W for a
     running average. activations: b N L (4 H + 3 q + 3 kv + 3 I) that backward needs, and
-    3 I N b that it makes. context: b T (2 H + 5 kv L). states: T K (H b + stored). logits: C V b,
-    twice with a teacher, and 3 N H b of rows around them.
+    3 I N b that it makes. context: b T (2 H + 5 kv L). states: T K (H b + stored). logits: 2 C V b,
+    as two chunks exist at a time, twice that with a teacher, and 3 N H b of rows around them.
     """
     hidden, middle, layers = shape.hidden_size, shape.intermediate_size, shape.num_hidden_layers
     q = shape.num_attention_heads * shape.head_dim
@@ -84,7 +84,7 @@ def memory_of(shape: DrafterConfig, load: Load) -> dict[str, int]:
         "activations": load.rows * (saved + 3 * middle) * each,
         "context": load.context * (2 * hidden + 5 * kv * layers) * each,
         "states": load.context * features * (hidden * each + load.stored_bytes),
-        "logits": (1 + load.has_teacher) * load.chunk_rows * shape.vocab_size * each
+        "logits": 2 * (1 + load.has_teacher) * load.chunk_rows * shape.vocab_size * each
         + 3 * load.rows * hidden * each,
     }
 

@@ -10,13 +10,11 @@ keys only: two forward, three for dQ, four for dK and dV (a fused backward would
 """
 
 import argparse
-import statistics
-import subprocess
 import sys
 import time
 
 import torch
-import triton
+from gpu_timing import heading, median_ms, revision
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from dflash_offline.kernels import block_attention as ops
@@ -25,29 +23,6 @@ from dflash_offline.kernels.block_attention import block_attention, build_tables
 HEADS, KV_HEADS, DIM, LAYERS = 32, 8, 128, 5
 # Context tokens, anchors, block size, document length, and the least ratio to the peer.
 SHAPES = [(16384, 1024, 16, 2048, 2.0), (16384, 1024, 16, 16384, 1.1), (32768, 1024, 32, 4096, 1.8)]
-
-
-def revision() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def median_ms(run, repeats: int) -> float:
-    """Time `run` with events; a sleep in front lets the host queue it whole."""
-    times = []
-    for index in range(repeats + 2):
-        torch.cuda._sleep(4_000_000)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        if index >= 2:
-            times.append(start.elapsed_time(end))
-    return statistics.median(times)
 
 
 def anchors_of(num_ctx: int, num_anchors: int, length: int) -> tuple[list[int], list[int]]:
@@ -199,10 +174,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--no-flex", action="store_true", help="leave the peer out")
     parser.add_argument("--shapes", type=int, nargs="*", default=range(len(SHAPES)))
+    parser.add_argument("--commit", default=revision(), help="What to print as the commit.")
     options = parser.parse_args()
     torch.manual_seed(0)
-    name = torch.cuda.get_device_name()
-    print(f"{name}, torch {torch.__version__}, triton {triton.__version__}, commit {revision()}")
+    print(heading(options.commit))
     check()
     for index in options.shapes:
         measure(SHAPES[index], options.repeats, not options.no_flex)

@@ -8,12 +8,10 @@ read, bfloat16 written.
 """
 
 import argparse
-import statistics
-import subprocess
 import sys
 
 import torch
-import triton
+from gpu_timing import heading, median_ms, revision
 
 from dflash_offline.kernels.coded_states import GROUP, CodedStates
 from dflash_offline.kernels.gather_dequant import gather_dequant, gather_linear
@@ -21,29 +19,6 @@ from dflash_offline.kernels.gather_dequant import gather_dequant, gather_linear
 TOKENS, LAYERS, HIDDEN = 16384, 5, 5120
 CODECS = ("raw", "int8", "int4", "int3")
 BAR = 0.75
-
-
-def revision() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def median_ms(run, repeats: int) -> float:
-    """Time `run` with events; a sleep in front lets the host queue it whole."""
-    times = []
-    for index in range(repeats + 2):
-        torch.cuda._sleep(1_000_000)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        if index >= 2:
-            times.append(start.elapsed_time(end))
-    return statistics.median(times)
 
 
 def states_of(codec: str, tokens: int) -> CodedStates:
@@ -64,7 +39,7 @@ def states_of(codec: str, tokens: int) -> CodedStates:
     return CodedStates(
         codec=codec,
         values=values,
-        scales=torch.rand(LAYERS, tokens, groups, device="cuda"),
+        scales=torch.rand(LAYERS, tokens, groups, device="cuda").bfloat16(),
         mean=torch.randn(LAYERS, HIDDEN, device="cuda"),
         gain=torch.rand(LAYERS, HIDDEN, device="cuda"),
         codebook=torch.cat([-levels.flip(0), levels]) if codec == "int3" else None,
@@ -112,10 +87,10 @@ def first_product(repeats: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--commit", default=revision(), help="What to print as the commit.")
     options = parser.parse_args()
     torch.manual_seed(0)
-    name = torch.cuda.get_device_name()
-    print(f"{name}, torch {torch.__version__}, triton {triton.__version__}, commit {revision()}")
+    print(heading(options.commit))
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     copy = 2 * source.numel() / median_ms(lambda: target.copy_(source), options.repeats) / 1e9

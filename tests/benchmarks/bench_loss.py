@@ -3,9 +3,10 @@
     python tests/benchmarks/bench_loss.py [--only ce,kl,topk,fp8,skip] [--load-s 10]
 
 Checks values and gradients first. Times are medians of whole steps (forward and backward) in CUDA
-events; what is compared runs alternately in one loop after `--load-s` seconds of load, because the
-card slows down under load. "Products" are torch.mm calls of the same chunks and nothing else. Peak
-memory is what a step takes beyond its inputs, kept buffers included.
+events behind a queue, as in training; what is compared runs alternately in one loop after
+`--load-s` seconds of load, because the card slows down under load. "Products" are torch.mm calls of
+the same chunks and nothing else. Peak memory is what a step takes beyond its inputs, kept buffers
+included.
 
 `fp8` and `skip` use logits like those of a drafter that has learned: token frequencies fall as
 rank^-1.2, logits spread by 1.5 around them, and each row's label is raised by 0 to 16. At a
@@ -15,12 +16,11 @@ DFlash drafter of SmolLM2-135M keeps 14 % at a loss of 3.6.
 
 import argparse
 import statistics
-import subprocess
 import sys
 import time
 
 import torch
-import triton
+from gpu_timing import heading, revision, timed_ms
 from torch.utils.checkpoint import checkpoint
 
 from dflash_offline.kernels.linear_ce import linear_ce
@@ -35,14 +35,6 @@ SHAPES = [(8192, 4096, 151_936), (16_384, 5120, 248_320)]
 LABEL_RAISE, SPREAD, FREQUENCY_POWER = 16.0, 1.5, 1.2
 
 
-def revision() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
 def alternate(runs: dict, *, repeats: int, load_s: float) -> dict[str, float]:
     """Return median ms of each run, taken in turns after load_s seconds of all of them."""
     end = time.monotonic() + load_s
@@ -55,12 +47,7 @@ def alternate(runs: dict, *, repeats: int, load_s: float) -> dict[str, float]:
     times = {name: [] for name in runs}
     for _ in range(repeats):
         for name, run in runs.items():
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            run()
-            stop.record()
-            stop.synchronize()
-            times[name].append(start.elapsed_time(stop))
+            times[name].append(timed_ms(run))
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -77,7 +64,7 @@ def peak_gib(run) -> float:
 class Problem:
     """Random bf16 rows, head, labels and row weights of one shape."""
 
-    def __init__(self, shape, *, learned=False):
+    def __init__(self, shape, *, learned=False, label_raise=LABEL_RAISE):
         rows, hidden, columns = self.shape = shape
         generator = torch.Generator("cuda").manual_seed(0)
 
@@ -89,11 +76,11 @@ class Problem:
         self.labels = torch.randint(0, columns, (rows,), device="cuda", generator=generator)
         self.mass = torch.ones(columns, device="cuda")
         if learned:
-            self._learn(generator)
+            self._learn(generator, label_raise)
         self.x.requires_grad_()
         self.weights = torch.exp(-(torch.arange(rows, device="cuda") % 16).float() / 7)
 
-    def _learn(self, generator):
+    def _learn(self, generator, label_raise):
         """Give tokens frequencies in a random order, and every row a label that it knows."""
         rows, _, columns = self.shape
         bias = -FREQUENCY_POWER * torch.log(torch.arange(columns, device="cuda") + 10.0)
@@ -107,7 +94,7 @@ class Problem:
         self.x[:, 0] = 1.0
         known = self.weight[self.labels].float()
         known[:, 0] = 0
-        raised = torch.rand(rows, 1, device="cuda", generator=generator) * LABEL_RAISE
+        raised = torch.rand(rows, 1, device="cuda", generator=generator) * label_raise
         self.x += (raised * known / known.square().sum(dim=1, keepdim=True)).bfloat16()
 
     def step(self, loss):
@@ -323,10 +310,7 @@ def main() -> None:
     parser.add_argument("--shapes", default="0,1", help="Which of the two shapes.")
     parser.add_argument("--commit", default=revision(), help="What to print as the commit.")
     options = parser.parse_args()
-    print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, "
-        f"commit {options.commit}, bf16"
-    )
+    print(heading(options.commit))
     for index in map(int, options.shapes.split(",")):
         for name in options.only.split(","):
             BENCHES[name](SHAPES[index], options.load_s if name == "ce" else options.load_s / 3)
