@@ -3,7 +3,7 @@
 y = x W^T and dx = dy W have float8_e4m3fn operands with one fp32 scale for each row of x and dy,
 for each output of W in the first product and for each input of it in the second. The gradient of W
 is made as elsewhere: its sum runs over rows, along which FP8 would need scales of its own.
-Figures: docs/benchmarks.md, "Training step". Letters: N rows, I inputs, O outputs.
+Formulas: docs/kernels.md, "linear_fp8". Letters: N rows, I inputs, O outputs.
 """
 
 from __future__ import annotations
