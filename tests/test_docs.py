@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 PAGES = sorted(DOCS.glob("*.md"))
-CONSOLE_PAGES = ["extraction.md", "training.md", "evaluation.md"]
+CONSOLE_PAGES = ["extraction.md", "training.md", "tutorial.md", "evaluation.md"]
 
 
 def blocks(page: Path, language: str) -> list[str]:
