@@ -208,8 +208,26 @@ def _result_rows(log: RunRecords) -> list[tuple[str, str]]:
         ("acceptance length, training blocks, end", shown(log.last_mean("acceptance"))),
         ("loss, end", shown(log.last_mean("loss"))),
         ("tokens per second, end", shown(log.last_mean("tokens_per_s"))),
-        ("block rows per second, end", shown(log.last_mean("rows_per_s"))),
+        ("supervised rows per second, end", shown(log.last_mean("rows_per_s"))),
         ("waiting for data, end", f"{shown(100 * log.last_mean('data_wait_frac'))} %"),
+    ]
+    for name, key, factor, unit in (
+        ("model FLOPs utilisation, end", "mfu", 100, " %"),
+        ("read from the store, end", "read_bytes_per_s", 1e-9, " GB/s"),
+        ("peak memory", "memory_bytes", 1e-9, " GB"),
+    ):
+        value = log.last_mean(key)
+        if math.isfinite(value):
+            rows.append((name, f"{shown(factor * value)}{unit}"))
+    last = log.train[-1]
+    rows += [
+        (f"{kind} left out", str(last[key]))
+        for kind, key in (
+            ("steps", "skipped_steps"),
+            ("samples without an anchor", "skipped_samples"),
+            ("damaged samples", "damaged_samples"),
+        )
+        if last.get(key)
     ]
     return rows
 

@@ -155,7 +155,8 @@ def prepare(config: TrainConfig, world: World) -> Setup:
     check_supervision(config, caches, wanted)
     head = load_target_head(caches[0])
     shape, mask_token = _shape(config, caches, head, checkpoint)
-    warn_of_short_documents(caches, wanted, shape.layout)
+    if world.is_first:
+        warn_of_short_documents(caches, wanted, shape.layout)
     order = _order(config, caches, wanted)
     num_steps, total_samples = _length(config, order)
     learned = _learned(config, caches, shape)

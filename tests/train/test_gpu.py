@@ -66,10 +66,30 @@ def test_resume_in_bf16_is_bit_identical(gpu_config):
     assert losses(on.out) == losses(gpu_config("full").out)
 
 
-def test_a_step_never_waits_for_the_device(gpu_config):
-    setup = prepare(gpu_config("run", device="cuda", rows_per_pass=64), World())
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"optimizer": "muon", "ema": 0.99, "noise": 0.05},
+        {"loss": "dpace,kl=0.9,ce=0.1", "labels": "teacher"},
+    ],
+    ids=["plain", "muon-ema-noise", "kl"],
+)
+def test_a_step_never_waits_for_the_device(gpu_config, corpus_maker, tmp_path, change):
+    corpus = corpus_maker(teacher="final")
+    with corpus.open(tmp_path / "with-teacher") as store:
+        corpus.commit(store)
+    cache = (str(tmp_path / "with-teacher"),)
+    options = gpu_config("run", device="cuda", rows_per_pass=64, cache=cache, **change)
+    setup = prepare(options, World())
     setup.warm_up()
-    optimizer = Optimizer(setup.drafter, weight_decay=0.0, betas=(0.9, 0.95))
+    optimizer = Optimizer(
+        setup.drafter,
+        weight_decay=0.0,
+        betas=(0.9, 0.95),
+        kind=options.optimizer,
+        ema=options.ema,
+    )
     builder = StepBuilder(setup.caches, setup.stream_options, setup.wanted)
     draws, state = setup.order.take(setup.state.stream, 5)
     given = builder.build(draws, state)

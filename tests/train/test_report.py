@@ -270,3 +270,19 @@ def test_renders_in_a_browser(page_text: str, tmp_path: Path) -> None:
         height, num_shapes = map(float, re.fullmatch(r"plot ([\d.]+) (\d+)", words).groups())
         assert height > 100
         assert num_shapes > 3
+
+
+def test_what_only_some_logs_hold(tmp_path):
+    plain = write_report(write_log(tmp_path / "plain")).read_text()
+    assert "utilisation" not in plain
+    assert "left out" not in plain
+    measured = {"mfu": 0.4, "read_bytes_per_s": 1.5e9, "memory_bytes": 36e9, "damaged_samples": 3}
+    page = write_report(write_log(tmp_path / "full", skipped_steps=0, **measured)).read_text()
+    for name, value in (
+        ("model FLOPs utilisation, end", "40 %"),
+        ("read from the store, end", "1.5 GB/s"),
+        ("peak memory", "36 GB"),
+        ("damaged samples left out", "3"),
+    ):
+        assert re.search(rf"{name}</t[dh]>\s*<td[^>]*>{re.escape(value)}<", page), name
+    assert "steps left out" not in page
