@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dflash_offline.common.direct_io import empty_aligned
-from dflash_offline.common.pack_arrays import as_bfloat16, bits_of
+from dflash_offline.common.pack_arrays import as_bfloat16
 from dflash_offline.common.quantize import Calibration, EncodedStates, encode_states
 from dflash_offline.common.store import (
     EXACT,
@@ -67,7 +67,7 @@ class PackBuffer:
             self._put_codes(start, states.encoded, rows)
         else:
             assert states.rows is not None, "neither rows nor codes"
-            self._put_arrays(slice(start, start + length), bits_of(states.rows[:, rows]))
+            self._put_arrays(slice(start, start + length), _bits(states.rows[:, rows]))
         self.missing.remove(sample)
 
     def states(self) -> tuple["np.ndarray | EncodedStates", np.ndarray | None]:
@@ -97,10 +97,10 @@ class PackBuffer:
     def _put_codes(self, start: int, encoded: EncodedStates, rows: slice) -> None:
         place = slice(start, start + rows.stop - rows.start)
         self.memory[FEATURES][:, place] = encoded.codes[:, rows].numpy()
-        self.memory[SCALES][:, place] = bits_of(encoded.scales[:, rows])
+        self.memory[SCALES][:, place] = _bits(encoded.scales[:, rows])
         if encoded.final_codes is not None and encoded.final_scales is not None:
             self.memory[FINAL][place] = encoded.final_codes[rows].numpy()
-            self.memory[FINAL_SCALES][place] = bits_of(encoded.final_scales[rows])
+            self.memory[FINAL_SCALES][place] = _bits(encoded.final_scales[rows])
         token = encoded.exact_rows[:, 1]
         mine = (token >= rows.start) & (token < rows.stop)
         shift = encoded.exact_rows.new_tensor([0, start - rows.start])
@@ -111,7 +111,7 @@ class PackBuffer:
         schema = self._schema
         zeros = torch.zeros(schema.num_slots, length, schema.hidden, dtype=torch.bfloat16)
         if self._calibration is None:
-            self._put_arrays(slice(start, start + length), bits_of(zeros))
+            self._put_arrays(slice(start, start + length), _bits(zeros))
             return
         num_layers = len(schema.layers)
         final = zeros[num_layers] if schema.num_slots > num_layers else None
@@ -147,6 +147,11 @@ class PackPool:
     def release(self, buffer: PackBuffer) -> None:
         """Let another pack have the memory."""
         self._free.put(buffer)
+
+
+def _bits(values: torch.Tensor) -> np.ndarray:
+    """View bfloat16 as uint16 bit patterns, whatever the strides are: nothing is copied."""
+    return values.view(torch.int16).numpy().view(np.uint16)
 
 
 def _problem(is_finite: np.ndarray, layers: Sequence[int]) -> str | None:

@@ -22,6 +22,7 @@ from dflash_offline.extract.calibrate import calibrate
 from dflash_offline.extract.config import ExtractConfig
 from dflash_offline.extract.crew import Crew
 from dflash_offline.extract.estimate import dry_run
+from dflash_offline.extract.fast_path import refuse_slow
 from dflash_offline.extract.forward import StateForward
 from dflash_offline.extract.pipeline import num_writers
 from dflash_offline.extract.place import Place
@@ -120,7 +121,7 @@ def _device(place: Place) -> torch.device:
 
 
 def _load(config: ExtractConfig, device: torch.device) -> Target:
-    return load_target(
+    target = load_target(
         config.target,
         dtype=resolve_dtype(config.dtype, device),
         device=device,
@@ -128,6 +129,8 @@ def _load(config: ExtractConfig, device: torch.device) -> Target:
         head=False,
         trust_remote_code=config.trust_remote_code,
     )
+    refuse_slow(target, allow_slow_path=config.allow_slow_path)
+    return target
 
 
 def _worker(
