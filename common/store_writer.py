@@ -216,8 +216,15 @@ class Store:
 
     def read_tokens(self, pack: int) -> np.ndarray:
         """Return the pack's token ids, int32 [tokens of the pack], as planned."""
-        record = self._token_files[pack][TOKENS]
-        return read_flat(self.blobs, self.schema, TOKENS, pack, record)[: self.pack_length(pack)]
+        return self._read_flat(TOKENS, pack)
+
+    def read_loss_mask(self, pack: int) -> np.ndarray:
+        """Return the pack's loss mask, uint8 [tokens of the pack], as planned."""
+        return self._read_flat(LOSS_MASK, pack)
+
+    def _read_flat(self, name: str, pack: int) -> np.ndarray:
+        record = self._token_files[pack][name]
+        return read_flat(self.blobs, self.schema, name, pack, record)[: self.pack_length(pack)]
 
     @property
     def needs_calibration(self) -> bool:

@@ -32,7 +32,8 @@ def calibrate(
             own = slice(first, first + int(length[index]))
             first = own.stop
             if states.is_finite[:, own].all():
-                final = None if states.final is None else as_bfloat16(states.final[own])
+                has_final = store.schema.teacher == "final" and states.final is not None
+                final = as_bfloat16(states.final[own]) if has_final else None
                 rows.add(as_bfloat16(states.features[:, own]), final)
     calibration = rows.fit(store.schema.codec)
     # In host memory: the head is not on the device during extraction.

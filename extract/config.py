@@ -58,8 +58,8 @@ class ExtractConfig:
     )
     teacher: str = option(
         "none",
-        help="What is kept of the target's own prediction: none, or its final state.",
-        metavar="none|final",
+        help="What is kept of the target's prediction: none, its final state, or K best tokens.",
+        metavar="none|final|topk:K",
     )
     codec: str = option(
         "lossless", help="How states are stored.", metavar="raw|lossless|int8|int4|int3"

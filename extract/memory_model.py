@@ -101,7 +101,8 @@ def memory_model(
     device = {
         "weights": size * cost.num_parameters,
         "activations": max(cost.activation_bytes or 0, logits),
-        "rows": _RING_BATCHES * rows,
+        # Best tokens are made of a final state that is not stored.
+        "rows": _RING_BATCHES * (rows + (schema.num_topk > 0) * 2 * schema.hidden * batch_tokens),
     }
     if schema.num_topk:
         device["head"] = head

@@ -20,9 +20,12 @@ from dflash_offline.common.store import (
     FINAL,
     FINAL_SCALES,
     SCALES,
+    TOPK_IDS,
+    TOPK_LOGPROBS,
     Schema,
 )
 from dflash_offline.common.store_writer import Store
+from dflash_offline.common.topk import TopK
 from dflash_offline.extract.state_ring import HostStates
 
 _POLL_S = 0.1
@@ -69,6 +72,18 @@ class PackBuffer:
             assert states.rows is not None, "neither rows nor codes"
             self._put_arrays(slice(start, start + length), _bits(states.rows[:, rows]))
         self.missing.remove(sample)
+        if self._schema.num_topk:
+            best = None if reason is not None or states.topk is None else states.topk[rows]
+            best = best or TopK.zeros(length, self._schema.num_topk)
+            self.memory[TOPK_IDS][start : start + length] = best.ids
+            self.memory[TOPK_LOGPROBS][start : start + length] = best.logprobs
+
+    def topk(self) -> TopK | None:
+        """Return the best tokens that `Store.commit_pack` takes, views of the memory."""
+        if not self._schema.num_topk:
+            return None
+        rows = slice(0, self.num_tokens)
+        return TopK(ids=self.memory[TOPK_IDS][rows], logprobs=self.memory[TOPK_LOGPROBS][rows])
 
     def states(self) -> tuple["np.ndarray | EncodedStates", np.ndarray | None]:
         """Return what `Store.commit_pack` takes, views of the memory."""

@@ -185,6 +185,7 @@ class Pipeline:
                 buffer.pack,
                 features,
                 final,
+                topk=buffer.topk(),
                 quarantined=buffer.quarantined,
                 run_info={**self._run_info, **({"split_batches": splits} if splits else {})},
             )

@@ -91,7 +91,6 @@ def prepare(config: ExtractConfig, device: torch.device) -> Prepared:
     Raises:
         BadInput: an option that cannot be, or too little memory.
     """
-    check_teacher(config.teacher)
     options = PlanOptions(
         seed=config.seed,
         pack_tokens=config.pack_tokens,
@@ -104,6 +103,7 @@ def prepare(config: ExtractConfig, device: torch.device) -> Prepared:
     remote = config.trust_remote_code
     target_config = load_config(config.target, config.target_revision, trust_remote_code=remote)
     check_codec(config.codec, target_config.hidden_size)
+    check_teacher(config.teacher, target_config.vocab_size)
     layers = resolve_layers(config.layers, target_config.num_hidden_layers)
     check_fast_path(target_config, device, allow_slow_path=config.allow_slow_path)
     max_length = resolve_max_length(

@@ -18,6 +18,7 @@ from dflash_offline.common.store_checks import refuse_small_disk
 from dflash_offline.common.store_size import estimate_bytes
 from dflash_offline.common.store_writer import Store
 from dflash_offline.common.target import Target, load_target
+from dflash_offline.extract.best_tokens import BestTokens
 from dflash_offline.extract.calibrate import calibrate
 from dflash_offline.extract.config import ExtractConfig
 from dflash_offline.extract.crew import Crew
@@ -126,7 +127,7 @@ def _load(config: ExtractConfig, device: torch.device) -> Target:
         dtype=resolve_dtype(config.dtype, device),
         device=device,
         revision=config.target_revision,
-        head=False,
+        head=config.teacher.startswith("topk"),
         trust_remote_code=config.trust_remote_code,
     )
     refuse_slow(target, allow_slow_path=config.allow_slow_path)
@@ -142,12 +143,22 @@ def _worker(
     log: JsonLog,
     target: Target,
 ) -> Worker:
-    info, writers = run_info(target), num_writers(crew.place.local_size)
-    return Worker(store, forward, crew, stop, log=log, run_info=info, writers=writers)
+    k = store.schema.num_topk
+    return Worker(
+        store,
+        forward,
+        crew,
+        stop,
+        log=log,
+        run_info=run_info(target),
+        writers=num_writers(crew.place.local_size),
+        best_tokens=BestTokens(target, k) if k else None,
+    )
 
 
 def _forward(store: Store, target: Target) -> StateForward:
-    return StateForward(target, store.schema.layers, keep_final=store.schema.teacher == "final")
+    # Best tokens are made of the final state, which is not stored then.
+    return StateForward(target, store.schema.layers, keep_final=store.schema.teacher != "none")
 
 
 def _open_store(config: ExtractConfig, planned: Planned, target: Target) -> Store:

@@ -8,18 +8,22 @@ from transformers import PreTrainedConfig
 from dflash_offline.common.errors import BadInput
 
 DEFAULT_MAX_LENGTH = 4096
-_TEACHERS = ("none", "final")
+MAX_TOPK = 1024
 
 
-def check_teacher(teacher: str) -> None:
-    """Refuse teachers that do not exist, and `topk:K`, which is planned by name only."""
-    if re.fullmatch(r"topk:[0-9]+", teacher):
+def check_teacher(teacher: str, vocab_size: int) -> None:
+    """Refuse teachers that do not exist.
+
+    Args:
+        vocab_size: of the target; a teacher cannot keep more tokens.
+    """
+    most = min(MAX_TOPK, vocab_size)
+    count = re.fullmatch(r"topk:([1-9][0-9]*)", teacher)
+    if teacher not in ("none", "final") and not (count and 2 <= int(count[1]) <= most):
         raise BadInput(
-            f"--teacher {teacher} is not available yet; allowed are {', '.join(_TEACHERS)}, and "
-            "with final the whole prediction can be made in training"
+            f"--teacher {teacher} is not possible; allowed are none, final, and topk:K with K from "
+            f"2 to {most}, such as topk:64"
         )
-    if teacher not in _TEACHERS:
-        raise BadInput(f"--teacher {teacher} is unknown; allowed are {', '.join(_TEACHERS)}")
 
 
 def parse_holdout(text: str) -> float:

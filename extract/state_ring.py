@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from dflash_offline.common.quantize import Calibration, EncodedStates, encode_slots
+from dflash_offline.common.topk import TopK
+from dflash_offline.extract.best_tokens import BestTokens
 from dflash_offline.extract.forward import StateForward
 
 # One is filled while the other is emptied.
@@ -31,11 +33,13 @@ class HostStates:
         rows: bfloat16 [S, R, H], or None when there are codes.
         is_finite: bool [S, R].
         encoded: codes of all states, or None.
+        topk: best tokens of R rows, or None.
     """
 
     rows: Tensor | None
     is_finite: Tensor
     encoded: EncodedStates | None
+    topk: TopK | None = None
 
 
 class StateBuffer:
@@ -45,6 +49,7 @@ class StateBuffer:
         self.rows = forward.new_rows(num_rows)  # [S, num_rows, H]
         self.lengths: list[int] = []
         self.is_finite = torch.empty(0)
+        self.best: tuple[Tensor, Tensor] | None = None
         self.computed: torch.cuda.Event | None = None
         self.is_pinned = forward.device.type == "cuda"
         self.host: dict[str, Tensor] = {}
@@ -73,6 +78,7 @@ class StateRing:
         calibration: Calibration | None,
         *,
         num_rows: int,
+        best_tokens: BestTokens | None = None,
         num_buffers: int = NUM_BUFFERS,
     ) -> None:
         """Allocate the device's part of all buffers.
@@ -80,9 +86,11 @@ class StateRing:
         Args:
             calibration: of an int store, whose states are encoded before they are copied.
             num_rows: of the largest batch.
+            best_tokens: makes them of the forward's final state, which is not copied then.
         """
         device = forward.device
         self._forward = forward
+        self._best_tokens = best_tokens
         self._calibration = calibration
         self._on_device = calibration and calibration.to(device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -109,10 +117,24 @@ class StateRing:
         """Let another batch have a buffer."""
         self._free.put(buffer)
 
-    def compute(self, samples: Sequence[np.ndarray], buffer: StateBuffer) -> None:
-        """Run the forward of samples, each int32 [length]; does not wait for a GPU."""
+    def compute(
+        self,
+        samples: Sequence[np.ndarray],
+        buffer: StateBuffer,
+        *,
+        predicts: Sequence[np.ndarray] = (),
+    ) -> None:
+        """Run the forward of samples, each int32 [length]; does not wait for a GPU.
+
+        Args:
+            predicts: bool [length] of each sample, which rows have best tokens.
+        """
         buffer.is_finite = self._forward.states(samples, buffer.rows)
         buffer.lengths = [len(sample) for sample in samples]
+        if self._best_tokens is not None:
+            # Here, where running out of memory splits the batch.
+            final = buffer.rows[-1, : sum(buffer.lengths)]
+            buffer.best = self._best_tokens(final, torch.from_numpy(np.concatenate(predicts)))
         if self._stream is not None:
             # Blocking: a thread that waits spins otherwise.
             buffer.computed = torch.cuda.Event(blocking=True)
@@ -133,9 +155,14 @@ class StateRing:
     def _to_host(self, buffer: StateBuffer) -> HostStates:
         rows = buffer.rows[:, : sum(buffer.lengths)]
         is_finite = buffer.copied("is_finite", buffer.is_finite)
+        topk = None
+        if buffer.best is not None:
+            rows = rows[:-1]
+            ids, logprobs = map(buffer.copied, ("topk_ids", "topk_logprobs"), buffer.best)
+            topk = TopK(ids=ids.numpy(), logprobs=logprobs.numpy())
         if self._calibration is None:
             host = rows if self._stream is None else buffer.copied("rows", rows)
-            return HostStates(rows=host, is_finite=is_finite, encoded=None)
+            return HostStates(rows=host, is_finite=is_finite, encoded=None, topk=topk)
         is_first = torch.zeros(rows.shape[1], dtype=torch.bool)
         is_first[np.cumsum([0, *buffer.lengths[:-1]])] = True
         encoded = self._encoded(rows, is_first)
@@ -143,12 +170,13 @@ class StateRing:
             name: None if part is None else buffer.copied(name, part)
             for name, part in vars(encoded).items()
         }
-        return HostStates(rows=None, is_finite=is_finite, encoded=EncodedStates(**parts))
+        encoded = EncodedStates(**parts)
+        return HostStates(rows=None, is_finite=is_finite, encoded=encoded, topk=topk)
 
     def _encoded(self, rows: Tensor, is_first: Tensor) -> EncodedStates:
         assert self._calibration is not None, "checked by the caller"
         assert self._on_device is not None, "checked by the caller"
-        has_final = self._forward.has_final
+        has_final = self._forward.has_final and self._best_tokens is None
         try:
             return encode_slots(
                 rows, is_first.to(rows.device), self._on_device, has_final=has_final

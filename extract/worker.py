@@ -5,8 +5,9 @@ not fit the device's memory is split and goes on; its packs say so.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from dflash_offline.common.blobs import in_parallel
 from dflash_offline.common.errors import Stopped
 from dflash_offline.common.progress import JsonLog, ProgressLine
 from dflash_offline.common.store_writer import Store
+from dflash_offline.common.topk import predicts
+from dflash_offline.extract.best_tokens import BestTokens
 from dflash_offline.extract.crew import Crew
 from dflash_offline.extract.forward import StateForward
 from dflash_offline.extract.pipeline import Part, Pipeline
@@ -36,6 +39,39 @@ def unfinished_units(store: Store) -> list[int]:
     ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Samples of one forward.
+
+    Attributes:
+        place: (unit, batch) of the plan.
+        samples: their indices.
+        tokens: int32 [length] of each.
+        predicts: bool [length] of each, which rows have best tokens; empty where none have.
+        is_split: a part of what the plan has there.
+    """
+
+    place: tuple[int, int]
+    samples: Sequence[int]
+    tokens: Sequence[np.ndarray]
+    predicts: Sequence[np.ndarray]
+    is_split: bool = False
+
+    def halves(self) -> "list[Batch]":
+        """Return two batches of half the samples."""
+        middle = len(self.samples) // 2
+        return [
+            replace(
+                self,
+                samples=self.samples[half],
+                tokens=self.tokens[half],
+                predicts=self.predicts[half],
+                is_split=True,
+            )
+            for half in (slice(None, middle), slice(middle, None))
+        ]
+
+
 class Worker:
     """Compute and commit the packs of the units that this process gets."""
 
@@ -49,6 +85,7 @@ class Worker:
         log: JsonLog,
         run_info: Mapping[str, Any],
         writers: int,
+        best_tokens: BestTokens | None = None,
     ) -> None:
         self._store = store
         self._forward = forward
@@ -61,7 +98,9 @@ class Worker:
         self._lengths = plan.column("length")
         batches = [batch for unit in plan.batches for batch in unit]
         num_rows = max(int(self._lengths[batch].sum()) for batch in batches)
-        self._ring = StateRing(forward, store.calibration, num_rows=num_rows)
+        self._ring = StateRing(
+            forward, store.calibration, num_rows=num_rows, best_tokens=best_tokens
+        )
         self._pipeline = Pipeline(
             store, self._ring, self._tally, run_info=run_info, writers=writers
         )
@@ -105,10 +144,10 @@ class Worker:
     def _work(self, units: Iterable[int]) -> Iterator[None]:
         """Yield now and then, whenever progress has been reported."""
         with self._stop.deferred(), self._pipeline, ThreadPoolExecutor(1) as ahead:
-            for place, batch, samples in self._batches(iter(units), ahead):
+            for batch in self._batches(iter(units), ahead):
                 if self._stop.is_set:
                     break
-                self._run(batch, samples, place=place, is_split=False)
+                self._run(batch)
                 if self._report():
                     yield
             self._pipeline.drain(self._stop.seconds_left)
@@ -118,24 +157,20 @@ class Worker:
         self._tally.seconds = time.monotonic() - self._began
         self._crew.report(self._tally, is_done=True)
 
-    def _batches(
-        self, units: Iterator[int], ahead: ThreadPoolExecutor
-    ) -> Iterator[tuple[tuple[int, int], list[int], list[np.ndarray]]]:
-        """Yield (unit, batch), sample indices and their tokens.
+    def _batches(self, units: Iterator[int], ahead: ThreadPoolExecutor) -> Iterator["Batch"]:
+        """Yield the batches of units.
 
         A unit is taken and its tokens are read during the last batch of the one before: no sooner,
         because another worker may be the first to need it.
         """
         future = ahead.submit(self._next_unit, units)
         while (batches := future.result()) is not None:
-            for at, (place, batch, samples) in enumerate(batches):
+            for at, batch in enumerate(batches):
                 if at == len(batches) - 1:
                     future = ahead.submit(self._next_unit, units)
-                yield place, batch, samples
+                yield batch
 
-    def _next_unit(
-        self, units: Iterator[int]
-    ) -> list[tuple[tuple[int, int], list[int], list[np.ndarray]]] | None:
+    def _next_unit(self, units: Iterator[int]) -> "list[Batch] | None":
         unit = next(units, None)
         if unit is None:
             return None
@@ -147,46 +182,54 @@ class Worker:
         ]
         assert batches, f"unit {unit} has nothing left to do"
         packs = sorted({int(self._packs[i]) for _, batch in batches for i in batch})
-        tokens = dict(
-            zip(packs, in_parallel(self._store.blobs, self._store.read_tokens, packs), strict=True)
-        )
+        tokens = self._samples_of(packs, self._store.read_tokens)
+        has_best = self._store.schema.num_topk > 0
+        masks = self._samples_of(packs if has_best else [], self._store.read_loss_mask)
+        return [
+            Batch(
+                place=(unit, at),
+                samples=batch,
+                tokens=[tokens(i) for i in batch],
+                predicts=[predicts(masks(i)) for i in batch] if has_best else (),
+            )
+            for at, batch in batches
+        ]
 
-        def tokens_of(sample: int) -> np.ndarray:
-            return tokens[int(self._packs[sample])][self._starts[sample] :][: self._lengths[sample]]
+    def _samples_of(
+        self, packs: Sequence[int], read: Callable[[int], np.ndarray]
+    ) -> Callable[[int], np.ndarray]:
+        """Read packs, and return what gives one sample's part of them."""
+        values = dict(zip(packs, in_parallel(self._store.blobs, read, packs), strict=True))
 
-        return [((unit, at), batch, [tokens_of(i) for i in batch]) for at, batch in batches]
+        def of(sample: int) -> np.ndarray:
+            return values[int(self._packs[sample])][self._starts[sample] :][: self._lengths[sample]]
 
-    def _run(
-        self,
-        batch: Sequence[int],
-        samples: Sequence[np.ndarray],
-        *,
-        place: tuple[int, int],
-        is_split: bool,
-    ) -> None:
+        return of
+
+    def _run(self, batch: "Batch") -> None:
         """Start the forward of samples, in halves where they do not fit, and hand it on."""
         buffer = self._pipeline.buffer()
-        if not self._fits(samples, buffer):
+        if not self._fits(batch, buffer):
             self._ring.release(buffer)
             self._tally.splits += 1
-            middle = len(batch) // 2
-            for half in (slice(None, middle), slice(middle, None)):
-                self._run(batch[half], samples[half], place=place, is_split=True)
+            for half in batch.halves():
+                self._run(half)
             return
-        self._pipeline.submit(buffer, Part(samples=batch, split=place if is_split else None))
-        self._tally.padded_tokens += len(samples) * max(map(len, samples))
-        self._tally.tokens += sum(map(len, samples))
+        split = batch.place if batch.is_split else None
+        self._pipeline.submit(buffer, Part(samples=batch.samples, split=split))
+        self._tally.padded_tokens += len(batch.tokens) * max(map(len, batch.tokens))
+        self._tally.tokens += sum(map(len, batch.tokens))
 
-    def _fits(self, samples: Sequence[np.ndarray], buffer: StateBuffer) -> bool:
+    def _fits(self, batch: "Batch", buffer: StateBuffer) -> bool:
         """Start a forward; returns whether the device's memory holds it."""
         try:
-            self._ring.compute(samples, buffer)
+            self._ring.compute(batch.tokens, buffer, predicts=batch.predicts)
             return True
         except torch.OutOfMemoryError as problem:
-            if len(samples) == 1:
+            if len(batch.samples) == 1:
                 raise Stopped(
                     f"the memory of {self._forward.device} does not hold the forward of one sample "
-                    f"of {len(samples[0])} tokens ({str(problem).splitlines()[0]}); lower "
+                    f"of {len(batch.tokens[0])} tokens ({str(problem).splitlines()[0]}); lower "
                     "--max-length for a new store, or go on where more memory is free"
                 ) from problem
         # Outside of the handler: the exception keeps the failed forward's tensors alive.

@@ -144,6 +144,7 @@ def test_best_tokens_need_the_head():
     found = memory_model.memory_model(schema, cost, dtype=torch.bfloat16, **options)
     assert found.device["head"] == 2 * 1000 * 1024
     assert found.device["activations"] == 2048 * 1000 * 12
+    assert found.device["rows"] == 2 * 4096 * 4 * 1024 * 2
     assert "head" not in found.host
     tied = cost_with(10**6, is_tied=True)
     found = memory_model.memory_model(schema, tied, dtype=torch.bfloat16, **options)
