@@ -16,6 +16,8 @@ from torch import Tensor
 from dflash_offline.kernels.head_rows import empty_results, scale_rows
 from dflash_offline.kernels.logit_chunks import chunk_bounds, chunk_buffer, full_precision_sums
 
+# Chunks of so few rows are asked for to save memory: there is one at a time.
+SMALL_CHUNK_ROWS = 1024
 # Row passes run on these, one a device; above all else, since they let products go on.
 _row_streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -92,7 +94,8 @@ def _run(loss: FrozenHeadLoss, chunk_rows: int) -> None:
     pass of the one before."""
     device = loss.x.device
     bounds = chunk_bounds(loss.x.shape[0], chunk_rows)
-    slots = 2 if device.type == "cuda" and len(bounds) > 1 else 1
+    is_large = len(bounds) > 1 and bounds[0][1] > SMALL_CHUNK_ROWS
+    slots = 2 if device.type == "cuda" and is_large else 1
     main = torch.cuda.current_stream(device) if device.type == "cuda" else None
     side = _row_stream(device) if slots == 2 else None
     unfinished: list[tuple[Chunk, torch.cuda.Event | None]] = []

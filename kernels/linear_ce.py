@@ -301,8 +301,8 @@ def linear_ce(
         labels: [N] int64 columns; a row with any other value is poisoned (see LinearCE).
         logit_scale: factor on the logits, before the soft-cap.
         softcap: bound of the tanh soft-cap, or None.
-        chunk_rows: most rows of a chunk; a GPU holds logits of two chunks. Changes the result by
-            rounding only.
+        chunk_rows: most rows of a chunk; above 1,024 a GPU holds logits of two chunks. Changes the
+            result by rounding only.
         vocab_size: rows of weight that take part, where it is padded beyond the vocabulary.
         implementation: "triton", "reference" (the same algorithm in plain PyTorch), or None to
             choose by device.

@@ -37,6 +37,8 @@ def small_tiles(monkeypatch):
     """
     monkeypatch.setattr(head_rows, "DEFAULT_ROW_LAUNCH", head_rows.RowLaunch(128, 32, 4))
     monkeypatch.setattr(head_rows, "ROW_LAUNCH", {})
+    # Two chunks at a time on a GPU, however small.
+    monkeypatch.setattr(frozen_head, "SMALL_CHUNK_ROWS", 0)
     real = frozen_head.Chunk.buffer
     seen = []
 

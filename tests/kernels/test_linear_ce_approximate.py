@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dflash_offline.kernels import head_rows, linear_ce_skip
+from dflash_offline.kernels import frozen_head, head_rows, linear_ce_skip
 from dflash_offline.kernels.linear_ce_fp8 import linear_ce_fp8, quantize_head
 from dflash_offline.kernels.linear_ce_skip import ProductLaunch, order_head
 from dflash_offline.kernels.logit_chunks import release_buffers
@@ -31,6 +31,8 @@ def small_tiles(monkeypatch):
     """Let a row take several steps, and settle the first float64 exp of the process."""
     monkeypatch.setattr(head_rows, "DEFAULT_ROW_LAUNCH", head_rows.RowLaunch(128, 32, 4))
     monkeypatch.setattr(head_rows, "ROW_LAUNCH", {})
+    # Two chunks at a time on a GPU, however small.
+    monkeypatch.setattr(frozen_head, "SMALL_CHUNK_ROWS", 0)
     monkeypatch.setattr(linear_ce_skip, "PRODUCT_LAUNCH", ProductLaunch(32, 4, 2))
     torch.ones(1 << 16, dtype=torch.float64).exp()
     yield

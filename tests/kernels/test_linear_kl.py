@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dflash_offline.kernels import head_rows, linear_kl_topk
+from dflash_offline.kernels import frozen_head, head_rows, linear_kl_topk
 from dflash_offline.kernels import linear_kl as linear_kl_module
 from dflash_offline.kernels.linear_kl import linear_kl
 from dflash_offline.kernels.logit_chunks import release_buffers
@@ -42,6 +42,8 @@ def small_tiles(monkeypatch):
     tiles = head_rows.RowLaunch(128, 32, 4)
     monkeypatch.setattr(head_rows, "DEFAULT_ROW_LAUNCH", tiles)
     monkeypatch.setattr(head_rows, "ROW_LAUNCH", {})
+    # Two chunks at a time on a GPU, however small.
+    monkeypatch.setattr(frozen_head, "SMALL_CHUNK_ROWS", 0)
     monkeypatch.setattr(linear_kl_module, "LAUNCH", tiles)
     monkeypatch.setattr(linear_kl_topk, "BLOCK_LISTED", 4)
     torch.ones(1 << 16, dtype=torch.float64).exp()
