@@ -32,6 +32,11 @@ def extract(config: ExtractConfig) -> None:
     """Run `dflash-extract`: here, or with one process for each GPU that `--gpus` asks for."""
     place = place_in(os.environ)
     if place is not None:
+        if config.gpus != "all" and not place.launched:
+            raise BadInput(
+                f"--gpus {config.gpus} is for a run that starts its own workers, and these were "
+                "started by torchrun or Slurm; leave it out, and start as many as there are GPUs"
+            )
         die_with_parent(os.environ)
         run_here(config, place)
         return

@@ -360,12 +360,15 @@ def main() -> None:
     )
     bare = bare_rate(target, ids, 2 * per_unit)
     print(f"bare        {bare:9,.0f} tokens/s, peak {bare_peak / GB:.2f} GB", flush=True)
-    for codec in options.codec:
+    for number, codec in enumerate(options.codec):
+        # Workers meet anew for each store, as after a restart.
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
         got = extract(options, target, place, codec=codec, plan=plan, tokens=tokens, first=per_unit)
         again = bare_rate(target, ids, per_unit)
         show(codec, got, (bare + again) / 2, bare_peak)
         bare = again
     if options.real:
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(len(options.codec))
         plan, tokens = make_plan(
             real_lengths(16), unit_packs=16, batch_tokens=32768, vocab=target.vocab_size
         )
