@@ -68,49 +68,25 @@ def memory_model(
 ) -> MemoryModel:
     """Return the peak of an extraction.
 
-    A GPU's is the sum of, in bytes with e the size of an element of `dtype`,
-
-        weights      e * parameters of decoder and embedding
-        activations  what `forward_cost` gives for T tokens; e * T * (4 * H + 3 * I) if dense
-                     or, with a top-k teacher, 12 * 2048 * V for its logits after the forward
-        head         e * V * H, only with a top-k teacher, nothing where it is the embedding
-        rows         2 * 2 * S * T * H, the states of the batch and of the one before it
-        codes        only with an int codec, which works beside the next forward: twice T * S rows
-                     of codes and scales (slot by slot, then all), and 256 MiB of fp32
-        workspaces   64 MiB of cuBLAS
-
-    The host's is, for each worker, the packs that are filled and written, two batches of the ring,
-    and the head; or the weights while they are loaded, where that is more. Without a GPU everything
-    is in the host's memory.
+    A GPU's is `device_bytes`. The host's is, for each worker, the packs that are filled and
+    written, the host's part of the ring, and the head; or the weights while they are loaded, where
+    that is more. Without a GPU everything is in the host's memory.
 
     Args:
         schema: of the store.
         cost: of the target, for a batch of `batch_tokens` tokens.
         dtype: of the forward.
-        batch_tokens: T.
+        batch_tokens: T, padded tokens of the largest batch.
         pool_packs: packs in memory at once, `POOL_UNITS` units of them or all that there are.
         num_workers: of this machine.
         on_gpu: whether workers have a GPU each.
     """
-    size = dtype.itemsize
-    head = 0 if cost.is_tied else size * schema.vocab_size * schema.hidden
-    # Logits in the head's precision and in fp32, and what log-probabilities need of them.
-    logits = HEAD_ROWS * schema.vocab_size * 3 * 4 if schema.num_topk else 0
-    rows = schema.bytes_per_token() * batch_tokens
-    sent = _code_bytes(schema) * batch_tokens if schema.is_coded else rows
-    device = {
-        "weights": size * cost.num_parameters,
-        "activations": max(cost.activation_bytes or 0, logits),
-        # Best tokens are made of a final state that is not stored.
-        "rows": _RING_BATCHES * (rows + (schema.num_topk > 0) * 2 * schema.hidden * batch_tokens),
-    }
-    if schema.num_topk:
-        device["head"] = head
-    if schema.is_coded:
-        device["codes"] = 2 * sent + _CODEC_BYTES
+    device = device_bytes(schema, cost, dtype=dtype, batch_tokens=batch_tokens)
+    head = _head_bytes(schema, cost, dtype)
+    sent = _code_bytes(schema) if schema.is_coded else schema.bytes_per_token()
     buffers = {
         "packs": pool_packs * pack_bytes(schema),
-        "ring": _RING_BATCHES * sent,
+        "ring": _RING_BATCHES * sent * batch_tokens,
     }
     if not schema.num_topk:
         buffers["head"] = head
@@ -125,6 +101,40 @@ def memory_model(
     largest = max(buffers, loading, key=lambda parts: sum(parts.values()))
     host = {name: num_workers * value for name, value in largest.items()}
     return MemoryModel(device=device, host=host, per_token=per_token)
+
+
+def device_bytes(
+    schema: Schema, cost: ForwardCost, *, dtype: torch.dtype, batch_tokens: int
+) -> dict[str, int]:
+    """Return the peak of one worker's device, by what it is for; e bytes an element of `dtype`.
+
+    weights      e * parameters of decoder and embedding
+    activations  what `forward_cost` gives for T tokens, e * T * (4 * H + 3 * I) if dense; or,
+                 with a top-k teacher, 12 * 2048 * V for the logits after it, if that is more
+    rows         2 * 2 * S * T * H, the states of the batch and of the one before it; S counts
+                 the final state that best tokens are made of
+    head         e * V * H, only with a top-k teacher, nothing where it is the embedding
+    codes        only with an int codec, which works beside the next forward: twice T * S rows
+                 of codes and scales (slot by slot, then all), and 256 MiB of fp32
+    workspaces   64 MiB of cuBLAS, only on a GPU; added by `memory_model`
+    """
+    # Logits in the head's precision and in fp32, and what log-probabilities need of them.
+    logits = HEAD_ROWS * schema.vocab_size * 3 * 4 if schema.num_topk else 0
+    num_slots = schema.num_slots + (schema.num_topk > 0)
+    parts = {
+        "weights": dtype.itemsize * cost.num_parameters,
+        "activations": max(cost.activation_bytes or 0, logits),
+        "rows": _RING_BATCHES * 2 * num_slots * schema.hidden * batch_tokens,
+    }
+    if schema.num_topk:
+        parts["head"] = _head_bytes(schema, cost, dtype)
+    if schema.is_coded:
+        parts["codes"] = 2 * _code_bytes(schema) * batch_tokens + _CODEC_BYTES
+    return parts
+
+
+def _head_bytes(schema: Schema, cost: ForwardCost, dtype: torch.dtype) -> int:
+    return 0 if cost.is_tied else dtype.itemsize * schema.vocab_size * schema.hidden
 
 
 def check_memory(

@@ -119,8 +119,11 @@ class Memory:
     def _read_mb(pid: int | str) -> float:
         try:
             lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
         except FileNotFoundError:
             return 0.0
+        if int(pid) != os.getpid() and b"spawn_main" not in command:
+            return 0.0  # still shares our memory
         sizes = [line.split()[1] for line in lines if line.startswith("RssAnon")]
         return int(sizes[0]) / 1e3 if sizes else 0.0
 
