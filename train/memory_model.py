@@ -17,6 +17,7 @@ from dflash_offline.common.errors import BadInput
 from dflash_offline.common.store import Schema
 from dflash_offline.train.config import TrainConfig
 from dflash_offline.train.drafter_config import DrafterConfig
+from dflash_offline.train.fp8 import ALL, NONE
 from dflash_offline.train.loss_spec import parse_loss
 from dflash_offline.train.target_head import TargetHead
 
@@ -44,6 +45,7 @@ class Load:
         world_size: W.
         compute_bytes: of an element of the compute dtype.
         stored_bytes: of a token of one layer on its way to the GPU.
+        fp8: as `--fp8` says.
     """
 
     rows: int
@@ -56,13 +58,15 @@ class Load:
     world_size: int = 1
     compute_bytes: int = _BF16
     stored_bytes: int
+    fp8: str = NONE
 
 
 def memory_of(shape: DrafterConfig, load: Load) -> dict[str, int]:
     """Return the bytes at the peak, in backward, by what they are for.
 
     With b bytes a compute element and P = K H^2 + L (2 H q + 2 H kv + 3 H I), vectors left out:
-    target: copies V H b. drafter: masters 4 P, gradients 4 P, and b P of copies if b < 4.
+    target: copies V H b. drafter: masters 4 P, gradients 4 P, and b P of copies if b < 4. FP8: two
+    bytes more for each element of the head, and with `all` of P but keys' and values'.
     optimiser: AdamW 8 P / W, Muon 4 P / W (all but some vectors are matrices), and 4 P / W for a
     running average. activations: b N L (4 H + 3 q + 3 kv + 3 I) that backward needs, and
     3 I N b that it makes. context: b T (2 H + 5 kv L). states: T K (H b + stored). logits: 2 C V b,
@@ -76,10 +80,12 @@ def memory_of(shape: DrafterConfig, load: Load) -> dict[str, int]:
     parameters += layers * (2 * hidden * q + 2 * hidden * kv + 3 * hidden * middle)
     moments = 2 if load.optimizer == "adamw" else 1
     copies = each if each < _FP32 else 0
+    in_fp8 = 2 * (parameters - layers * 2 * hidden * kv) if load.fp8 == ALL else 0
+    head_bytes = load.head_copies * each + (2 if load.fp8 != NONE else 0)
     saved = layers * (4 * hidden + 3 * q + 3 * kv + 3 * middle)
     return {
-        "target": load.head_copies * shape.vocab_size * hidden * each,
-        "drafter": (2 * _FP32 + copies) * parameters,
+        "target": shape.vocab_size * hidden * head_bytes,
+        "drafter": (2 * _FP32 + copies) * parameters + in_fp8,
         "optimiser": -(-(moments + load.has_average) * _FP32 * parameters // load.world_size),
         "activations": load.rows * (saved + 3 * middle) * each,
         "context": load.context * (2 * hidden + 5 * kv * layers) * each,
@@ -220,6 +226,7 @@ def _load_of(
         world_size=world_size,
         compute_bytes=head.weight.element_size(),
         stored_bytes=max(_stored_bytes(cache.schema) for cache in caches),
+        fp8=config.fp8,
     )
 
 
