@@ -154,22 +154,43 @@ def test_a_run_is_the_same_at_any_world_size(small_store, tmp_path: Path):
         compare(records_of(out), whole)
 
 
-@pytest.mark.slow
-def test_a_lost_worker_is_named_and_the_same_command_goes_on(small_store, tmp_path: Path):
+@pytest.fixture
+def two_workers(small_store, tmp_path: Path):
+    """A run without an end by two workers that has made some steps; its command without the end."""
     out = tmp_path / "run"
     command = [
         *(sys.executable, "-c", "from dflash_offline.train.cli import main; main()"),
         *("--cache", small_store[0], "--out", str(out), "--gpus", "2", "--device", "cpu"),
         *("--draft-layers", "1", "--block-size", "4", "--mask-token-id", "96"),
         *("--samples-per-step", "4", "--log-every", "1", "--checkpoint-every", "2"),
+        *("--lr-schedule", "constant"),
     ]
-    endless = [*command, "--num-steps", "100000", "--lr-schedule", "constant"]
-    launcher = subprocess.Popen(endless, stderr=subprocess.PIPE, text=True)
+    launcher = subprocess.Popen(
+        [*command, "--num-steps", "100000"], stderr=subprocess.PIPE, text=True
+    )
     log = out / "log.jsonl"
     end = time.monotonic() + 200
     while not (log.exists() and log.read_text().count('"kind": "train"') > 3):
         assert time.monotonic() < end, "no steps"
         time.sleep(0.2)
+    yield launcher, command, out
+    launcher.kill()
+    launcher.communicate()
+
+
+def go_on(command: list[str], out: Path) -> None:
+    """Run two more steps from the newest checkpoint."""
+    step = load_state(checkpoints(out)[-1]).step
+    again = [*command, "--num-steps", str(step + 2)]
+    done = subprocess.run(again, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stderr.count("going on from") == 1
+    assert records_of(out)[-2]["step"] == step + 2
+
+
+@pytest.mark.slow
+def test_a_lost_worker_is_named_and_the_same_command_goes_on(two_workers):
+    launcher, command, out = two_workers
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     assert len(children) == 2
     os.kill(int(children[1]), signal.SIGKILL)
@@ -178,12 +199,19 @@ def test_a_lost_worker_is_named_and_the_same_command_goes_on(small_store, tmp_pa
     assert launcher.returncode == 3, shown[-2000:]
     assert time.monotonic() - killed < 10
     assert "worker 1 (rank 1 of 2, cpu) was ended by SIGKILL" in shown.splitlines()[-1]
+    go_on(command, out)
+
+
+@pytest.mark.slow
+def test_a_signal_leaves_a_checkpoint_of_the_last_step(two_workers):
+    launcher, _command, out = two_workers
+    launcher.send_signal(signal.SIGTERM)
+    _, shown = launcher.communicate(timeout=60)
+    assert launcher.returncode == 3, shown[-2000:]
+    errors = [line for line in shown.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, errors
     step = load_state(checkpoints(out)[-1]).step
-    again = [*command, "--num-steps", str(step + 2), "--lr-schedule", "constant"]
-    done = subprocess.run(again, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stderr.count("going on from") == 1
-    assert records_of(out)[-2]["step"] == step + 2
+    assert f"stopped after step {step}; the same command goes on" in errors[0]
 
 
 def records_of(out: Path) -> list[dict]:

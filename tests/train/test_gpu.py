@@ -12,6 +12,7 @@ from dflash_offline.train.loop import train, train_step
 from dflash_offline.train.optimizer import Optimizer
 from dflash_offline.train.phase_clock import PhaseClock
 from dflash_offline.train.setup import prepare
+from dflash_offline.train.start import start
 from dflash_offline.train.stream import StepBuilder
 
 pytestmark = [
@@ -106,3 +107,19 @@ def test_a_step_never_waits_for_the_device(gpu_config, corpus_maker, tmp_path, c
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert clock.take()["backward"] > 0
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_two_gpus_train_as_one_does(gpu_config, optimizer):
+    found = {}
+    for gpus in ("1", "2"):
+        options = gpu_config(
+            gpus, device="cuda", gpus=gpus, dtype="float32", optimizer=optimizer, num_steps=12
+        )
+        start(options)
+        found[gpus] = losses(options.out)
+    assert len(found["2"]) == 12
+    # Muon iterates in bfloat16, where one rounding of the norm is seen.
+    tolerance = 1e-4 if optimizer == "adamw" else 1e-2
+    assert found["2"] == pytest.approx(found["1"], rel=tolerance)
