@@ -4,6 +4,7 @@ import os
 import pickle
 import time
 
+import click
 import numpy as np
 import pytest
 
@@ -177,10 +178,11 @@ def test_opening_many_packs_is_quick(store_of_many_packs, s3_server, s3_url, cli
     for key in local.list(""):
         if not is_owner_key(key):
             remote.create(key, [local.read(key)])
-    start = time.process_time()
+    wall, start = time.monotonic(), time.process_time()
     cache = open_cache(s3_url, storage_options=options)
     document = cache.read(3)
-    seconds = time.process_time() - start
+    wall, seconds = time.monotonic() - wall, time.process_time() - start
+    click.echo(f"first sample after {wall:.1f} s, {seconds:.1f} s of CPU time")
     assert len(cache.samples) == count
     np.testing.assert_array_equal(document.features, corpus.features[0][:, 18:24])
     # Users are promised ten seconds; CPU time, so that a busy machine passes.

@@ -4,6 +4,7 @@ import json
 import time
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
 
@@ -121,10 +122,11 @@ def test_append_to_another_target_is_refused(tmp_path, corpus_maker):
 def test_opening_many_packs_is_quick(store_of_many_packs):
     """100,000 packs with 2 million samples open in seconds when an index is complete."""
     url, corpus, count = store_of_many_packs
-    start = time.process_time()
+    wall, start = time.monotonic(), time.process_time()
     cache = open_cache(url)
     document = cache.read(3)
-    seconds = time.process_time() - start
+    wall, seconds = time.monotonic() - wall, time.process_time() - start
+    click.echo(f"first sample after {wall:.1f} s, {seconds:.1f} s of CPU time")
     assert len(cache.samples) == count
     np.testing.assert_array_equal(document.features, corpus.features[0][:, 18:24])
     # Well under the five seconds that users are promised; CPU time, so that a busy machine passes.
