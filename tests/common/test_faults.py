@@ -35,8 +35,8 @@ def client(request) -> str:
 
 @pytest.fixture
 def short_timeouts(monkeypatch):
-    """A request that hangs is given up after half a second instead of six."""
-    monkeypatch.setattr("dflash_offline.common.s3_blobs.TIMEOUT_S", 0.5)
+    """A request that hangs is given up after a second instead of six."""
+    monkeypatch.setattr("dflash_offline.common.s3_blobs.TIMEOUT_S", 1.0)
 
 
 @pytest.fixture
