@@ -8,6 +8,7 @@ from dflash_offline.train.cli import main
 from dflash_offline.train.drafter import Drafter
 from dflash_offline.train.export import load_drafter_config, save_drafter
 from dflash_offline.train.loop import train
+from dflash_offline.train.start import start
 
 
 def test_an_unfinished_store_asks_for_partial(config, corpus_maker, tmp_path):
@@ -83,6 +84,15 @@ def test_bad_input_is_one_line_and_writes_nothing(small_store, tmp_path, capsys,
     assert len(lines) == 1
     assert words in lines[0]
     assert not out.exists()
+
+
+def test_torchrun_says_how_many_processes_there_are(config, small_store, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    options = config(small_store[0], tmp_path / "run", gpus="2")
+    with pytest.raises(BadInput, match="--gpus 2 is for a run that starts its own processes"):
+        start(options)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_drafter_of_another_width_is_refused(config, small_store, tmp_path, config_maker):
