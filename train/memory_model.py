@@ -42,6 +42,7 @@ class Load:
         has_teacher: logits of a teacher are made beside the drafter's.
         optimizer: `adamw` or `muon`.
         has_average: `--ema`.
+        has_noise: states are held once more, with noise.
         world_size: W.
         compute_bytes: of an element of the compute dtype.
         stored_bytes: of a token of one layer on its way to the GPU.
@@ -55,6 +56,7 @@ class Load:
     has_teacher: bool = False
     optimizer: str = "adamw"
     has_average: bool = False
+    has_noise: bool = False
     world_size: int = 1
     compute_bytes: int = _BF16
     stored_bytes: int
@@ -69,8 +71,9 @@ def memory_of(shape: DrafterConfig, load: Load) -> dict[str, int]:
     bytes more for each element of the head, and with `all` of P but keys' and values'.
     optimiser: AdamW 8 P / W, Muon 4 P / W (all but some vectors are matrices), and 4 P / W for a
     running average. activations: b N L (4 H + 3 q + 3 kv + 3 I) that backward needs, and
-    3 I N b that it makes. context: b T (2 H + 5 kv L). states: T K (H b + stored). logits: 2 C V b,
-    as two chunks exist at a time, twice that with a teacher, and 3 N H b of rows around them.
+    3 I N b that it makes. context: b T (2 H + 5 kv L). states: T K (H b + stored), and
+    H b more with noise. logits: 2 C V b, as two chunks exist at a time, twice that with a teacher,
+    and 3 N H b of rows around them.
     """
     hidden, middle, layers = shape.hidden_size, shape.intermediate_size, shape.num_hidden_layers
     q = shape.num_attention_heads * shape.head_dim
@@ -89,7 +92,9 @@ def memory_of(shape: DrafterConfig, load: Load) -> dict[str, int]:
         "optimiser": -(-(moments + load.has_average) * _FP32 * parameters // load.world_size),
         "activations": load.rows * (saved + 3 * middle) * each,
         "context": load.context * (2 * hidden + 5 * kv * layers) * each,
-        "states": load.context * features * (hidden * each + load.stored_bytes),
+        "states": load.context
+        * features
+        * ((1 + load.has_noise) * hidden * each + load.stored_bytes),
         "logits": 2 * (1 + load.has_teacher) * load.chunk_rows * shape.vocab_size * each
         + 3 * load.rows * hidden * each,
     }
@@ -223,6 +228,7 @@ def _load_of(
         has_teacher=parse_loss(config.loss).terms.need_teacher,
         optimizer=config.optimizer,
         has_average=config.ema is not None,
+        has_noise=config.noise > 0,
         world_size=world_size,
         compute_bytes=head.weight.element_size(),
         stored_bytes=max(_stored_bytes(cache.schema) for cache in caches),

@@ -71,6 +71,8 @@ def test_parts_follow_their_causes(config_maker):
     for name, change in changes.items():
         changed = memory_of(shape, Load(**vars(load) | change))
         assert changed[name] != parts[name], name
+    noisy = memory_of(shape, Load(**vars(load) | {"has_noise": True}))["states"]
+    assert noisy - parts["states"] == 50 * 2 * 32 * 2  # T K H bfloat16
     assert memory_of(shape, Load(**vars(load) | {"optimizer": "muon"}))["optimiser"] == 4 * matrices
     assert (
         memory_of(shape, Load(**vars(load) | {"has_average": True}))["optimiser"] == 12 * matrices
