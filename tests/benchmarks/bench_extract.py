@@ -11,6 +11,7 @@ read back from each store are compared with a forward of their batch.
 """
 
 import argparse
+import gc
 import os
 import platform
 import resource
@@ -90,7 +91,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sample")
     parser.add_argument("--batch", type=int, default=8, help="samples of a batch")
     parser.add_argument("--unit-packs", type=int, default=8)
-    parser.add_argument("--units", type=int, default=4)
+    parser.add_argument("--units", type=int, default=4, help="for each worker")
     parser.add_argument("--real", help="codec of a run with real lengths, one unit of 16 packs")
     parser.add_argument("--ram-disk", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--grow-gb", type=int, default=0, help="touch this much memory first")
@@ -109,6 +110,10 @@ class Timed(StateForward):
 
     def rate(self, first: int) -> float:
         """Return tokens a second from one batch to the last."""
+        # Of several workers a slow one may get little, or nothing.
+        if len(self.calls) < 2:
+            return float("nan")
+        first = min(first, len(self.calls) - 2)
         began, ended = self.calls[first][0], self.calls[-1][0]
         return sum(tokens for _, tokens in self.calls[first:-1]) / (ended - began)
 
@@ -130,6 +135,7 @@ def peak_bytes() -> int:
 
 
 def reset_peak() -> None:
+    gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -349,9 +355,8 @@ def main() -> None:
     per_unit = options.unit_packs * PACK_TOKENS // (options.batch * options.length)
     bare_rate(target, ids, 2)
     bare_peak = peak_bytes()
-    lengths = [options.length] * (
-        options.units * options.unit_packs * PACK_TOKENS // options.length
-    )
+    num_packs = options.units * options.unit_packs * place.size
+    lengths = [options.length] * (num_packs * PACK_TOKENS // options.length)
     plan, tokens = make_plan(
         lengths,
         unit_packs=options.unit_packs,
