@@ -153,7 +153,8 @@ class Launcher:
             ended = worker.poll()
             if code is None and ended not in (None, 0):
                 code = self._explain(rank, ended)
-            if ended not in (None, 0):
+            # Whoever ends with 3 has heard of the stop, and so have the others.
+            if ended not in (None, 0, Stopped.exit_code):
                 self._stop_at = min(self._stop_at, time.monotonic() + _HEARD_S)
                 self._kill_at = min(self._kill_at, time.monotonic() + _GRACE_S)
         if time.monotonic() > self._stop_at:
