@@ -80,7 +80,7 @@ def parse_row(row: Row) -> Content:
     if values.get("messages") is not None:
         return _conversation(row, "messages", role="role", content="content")
     if values.get("conversations") is not None:
-        first = next(iter(_list_of(row, "conversations")), {})
+        first: Any = next(iter(_list_of(row, "conversations")), {})
         if isinstance(first, dict) and "from" in first:
             return _conversation(row, "conversations", role="from", content="value")
         return _conversation(row, "conversations", role="role", content="content")

@@ -121,9 +121,10 @@ def device_bytes(
     # Logits in the head's precision and in fp32, and what log-probabilities need of them.
     logits = HEAD_ROWS * schema.vocab_size * 3 * 4 if schema.num_topk else 0
     num_slots = schema.num_slots + (schema.num_topk > 0)
+    activations = "activations" if cost.activation_bytes is not None else "activations not known"
     parts = {
         "weights": dtype.itemsize * cost.num_parameters,
-        "activations": max(cost.activation_bytes or 0, logits),
+        activations: max(cost.activation_bytes or 0, logits),
         "rows": _RING_BATCHES * 2 * num_slots * schema.hidden * batch_tokens,
     }
     if schema.num_topk:

@@ -75,6 +75,16 @@ def test_scores_that_are_kept_count(make_target):
     assert long.activation_bytes > 4 * short.activation_bytes
 
 
+def test_target_that_needs_values(make_target, monkeypatch):
+    """Where the target's code does not run on meta, that is said, and the rest still counts."""
+    monkeypatch.setattr(meta_forward, "_VALUES", ())
+    cost = cost_of(load_config(make_target("qwen3")))
+    assert cost.activation_bytes is None
+    parts = memory_model.device_bytes(SCHEMA, cost, dtype=torch.bfloat16, batch_tokens=64)
+    assert parts["activations not known"] == 0
+    assert parts["weights"] == 2 * cost.num_parameters > 0
+
+
 def test_linear_attention_is_counted_as_fla_runs_it():
     config = Qwen3_5TextConfig(
         vocab_size=100,
