@@ -91,12 +91,7 @@ def prepare(config: ExtractConfig, device: torch.device) -> Prepared:
     Raises:
         BadInput: an option that cannot be, or too little memory.
     """
-    options = PlanOptions(
-        seed=config.seed,
-        pack_tokens=config.pack_tokens,
-        batch_tokens=config.batch_tokens,
-        holdout=parse_holdout(config.holdout),
-    )
+    plan_options = _plan_options(config)
     chat = ChatOptions.from_options(
         config.chat_template, config.chat_template_arg, config.system_prompt
     )
@@ -129,7 +124,7 @@ def prepare(config: ExtractConfig, device: torch.device) -> Prepared:
             max_length=max_length,
             drop_overlong=config.overlong == "skip",
         ),
-        plan_options=options,
+        plan_options=plan_options,
         max_length=max_length,
         dtype=dtype,
         cost=forward_cost(
@@ -152,6 +147,15 @@ def plan_extraction(config: ExtractConfig, device: torch.device) -> Planned:
 
     Raises:
         BadInput: anything the user gave that cannot be used, or too little memory.
+def _plan_options(config: ExtractConfig) -> PlanOptions:
+    return PlanOptions(
+        seed=config.seed,
+        pack_tokens=config.pack_tokens,
+        batch_tokens=config.batch_tokens,
+        holdout=parse_holdout(config.holdout),
+    )
+
+
     """
     prepared = prepare(config, device)
     rows, report = prepared.reader.read(config.data, config.num_samples, num_workers=num_cores())
