@@ -182,7 +182,9 @@ class Launcher:
             click.echo("error: workers did not end in time and were killed; " + _SAFE, err=True)
             return Stopped.exit_code
         if ended == -signal.SIGTERM and self._has_terminated:
-            # Before it could listen to signals; whoever ended first has told the user why.
+            # Before it could listen to signals; who ended first, or the first worker, says why.
+            if rank:
+                return None
             if self._stopped_by:
                 click.echo(f"error: {self._stopped_by}", err=True)
             return Stopped.exit_code
