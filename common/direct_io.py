@@ -24,7 +24,7 @@ ALIGN_BYTES = 4096
 _SMALL_BYTES = 1 << 20
 _JOB_BYTES = 8 << 20
 _JOBS_IN_FLIGHT = 2
-_SEEN_BYTES = 128 << 10
+_SEEN_BYTES = 256 << 10
 # Linux only: the advice is missing from the module elsewhere.
 _HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)
 _HUGE_BYTES = 4 << 20
@@ -97,7 +97,9 @@ def read_into(
         first, done = buffers[0], 0
         for start in range(0, len(first), _SEEN_BYTES):
             piece = first[start : start + _SEEN_BYTES]
-            count = _read_fully(descriptor, offset + done, [piece])
+            count = os.preadv(descriptor, (piece,), offset + start)
+            if count < len(piece):
+                count += _read_fully(descriptor, offset + start + count, [piece[count:]])
             seen(piece[:count])
             done += count
             if count < len(piece):
