@@ -184,7 +184,12 @@ class Crew:
 
     def _answer(self) -> None:
         port, token, first = self.expect(_ROLL_CALL)
-        connection = socket.create_connection((os.environ["MASTER_ADDR"], port), _HELLO_S)
+        try:
+            connection = socket.create_connection((os.environ["MASTER_ADDR"], port), _HELLO_S)
+        except OSError as problem:
+            raise Stopped(
+                f"{first} does not answer ({problem}); run the same command to go on"
+            ) from problem
         _watch_silence(connection)
         me = self._members[self.place.rank]
         self._members[0] = _Member(first, connection)

@@ -4,6 +4,7 @@ Workers get the variables that torchrun sets, so that the same code runs under a
 Slurm. Its agent is not used: it hides exit codes, and its workers outlive a kill -9 of it.
 """
 
+import importlib
 import os
 import pickle
 import signal
@@ -22,8 +23,8 @@ _POLL_S = 0.1
 # After the first worker that ended badly; the rest commit what they can for 6 s.
 _GRACE_S = 9.0
 _HEARD_S = 1.5
-# After the first signal; workers commit for 14 s.
-_SIGNAL_GRACE_S = 19.0
+# After the first signal; workers commit for 12 s and have 4 more to end.
+_SIGNAL_GRACE_S = 17.0
 _SAFE = "what is committed is safe, run the same command to go on"
 _OWN_CODES = (0, BadInput.exit_code, FoundProblems.exit_code, Stopped.exit_code, EXIT_BUG)
 
@@ -208,6 +209,9 @@ def device_name(local_rank: int) -> str:
 def _worker() -> None:
     die_with_parent(os.environ)
     config = pickle.load(sys.stdin.buffer)
+    # Before signals become exceptions: some packages take one during their import for a reason to
+    # do without a module, and go on. Until here a signal simply ends the process.
+    importlib.import_module("dflash_offline.extract.run")
     command = click.Command("dflash-extract", callback=lambda: extract(config))
     sys.exit(exit_code_of(command, []))
 

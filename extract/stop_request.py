@@ -17,7 +17,7 @@ import click
 
 from dflash_offline.common.errors import Stopped
 
-COMMIT_S = 14.0
+COMMIT_S = 12.0
 _UNWIND_S = 4.0
 # torchrun and a terminal both hand on the same Ctrl-C; a person's second one comes later.
 _SAME_SIGNAL_S = 0.5
