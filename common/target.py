@@ -79,7 +79,8 @@ class Target:
         logit_softcap: `c` of `c * tanh(logits / c)`, or None.
         logit_scale: factor on `head(final)`, before the soft-cap.
         embedding_scale: factor on embedding rows before the first layer.
-        whole: embedding and head [V, H] on the CPU, of a target that several processes share.
+        shared_by: processes that hold parts of it (tensor parallelism).
+        whole: embedding and head [V, H] of a target that several processes share, as `head` says.
     """
 
     checkpoint: Checkpoint
@@ -96,6 +97,7 @@ class Target:
     logit_scale: float
     embedding_scale: float
     tied: bool
+    shared_by: int = 1
     whole: Mapping[str, torch.Tensor] = field(default_factory=dict)
     _memo: dict[str, str] = field(default_factory=dict)
 
@@ -143,7 +145,7 @@ class Target:
 
         An untied head that waits in host memory comes to the device for this call.
         """
-        if self.whole:  # the head's parts are where they belong
+        if self.shared_by > 1:  # the head's parts are where they belong
             return self.causal(input_ids=input_ids.to(self.device), use_cache=False).logits
         head = self.lm_head
         waits_at = next(head.parameters()).device
@@ -204,7 +206,14 @@ def load_target(
         causal = load_causal(checkpoint, _full_config(checkpoint), dtype=dtype, **extra)
     causal.eval().requires_grad_(False)
     _drop_other_modalities(causal)
-    return _describe(checkpoint, causal, device=torch.device(device), dtype=dtype, head=head)
+    return _describe(
+        checkpoint,
+        causal,
+        device=torch.device(device),
+        dtype=dtype,
+        head=head,
+        shared_by=tensor_parallel,
+    )
 
 
 def _describe(
@@ -214,6 +223,7 @@ def _describe(
     device: torch.device,
     dtype: torch.dtype,
     head: bool,
+    shared_by: int,
 ) -> Target:
     config = causal.config.get_text_config(decoder=True)
     base, lm_head = causal.get_decoder(), causal.get_output_embeddings()
@@ -229,9 +239,11 @@ def _describe(
         )
     embed_tokens = base.get_input_embeddings()
     tied = own_part(lm_head.weight).data_ptr() == own_part(embed_tokens.weight).data_ptr()
-    whole = gathered({"embed": embed_tokens.weight} | ({} if tied else {"head": lm_head.weight}))
-    # The parts of a shared target are on their devices already, the head's among them.
-    if not whole:
+    parts = {"embed": embed_tokens.weight} | ({} if tied else {"head": lm_head.weight})
+    whole = {}
+    if shared_by > 1:  # its parts are on their devices already, the head's among them
+        whole = gathered(parts, device if head else torch.device("cpu"))
+    else:
         base.to(device)
         if head or tied:
             lm_head.to(device)
@@ -250,6 +262,7 @@ def _describe(
         logit_scale=_logit_scale(config),
         embedding_scale=_embedding_scale(embed_tokens, config),
         tied=tied,
+        shared_by=shared_by,
         whole=whole,
     )
 

@@ -62,14 +62,12 @@ def own_part(weight: torch.Tensor) -> torch.Tensor:
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
-def gathered(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return whole weights on the CPU, none where none is a part; every process must call it."""
-    if not any(isinstance(weight, DTensor) for weight in weights.values()):
-        return {}
+def gathered(weights: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the whole of weights that several processes share, all of which must call this."""
     whole = {}
     for name, weight in weights.items():
         full = weight.full_tensor() if isinstance(weight, DTensor) else weight
-        whole[name] = full.detach().to("cpu")
+        whole[name] = full.detach().to(device)
     return whole
 
 

@@ -102,6 +102,11 @@ class ExtractConfig:
         help="Workers on this machine, one for each GPU; without GPUs, on the CPU.",
         metavar="all|N",
     )
+    tp: int = option(
+        1,
+        help="GPUs that share one target, for a target that one GPU cannot hold.",
+        type=click.IntRange(min=1),
+    )
     seed: int = option(0, help="Seed of the sample order.", type=click.IntRange(min=0))
     append: bool = option(False, help="Add this data to a store made from other data.")
     plan_only: bool = option(

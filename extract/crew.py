@@ -104,6 +104,10 @@ class Crew:
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             return dist.PrefixStore(f"dflash-extract/{attempt}", store)
 
+    def meeting(self, name: str) -> dist.Store | None:
+        """Return a torch.distributed store that all workers share; None where there is one."""
+        return dist.PrefixStore(name, self._store) if self.place.size > 1 else None
+
     def publish(self, key: str, value: object) -> None:
         """Let every worker read a small JSON value."""
         if self.place.size > 1:
@@ -137,11 +141,11 @@ class Crew:
             known = {rank: member.tally for rank, member in self._members.items()}
         return {rank: tally for rank, tally in sorted(known.items()) if tally is not None}
 
-    @property
-    def is_done(self) -> bool:
-        """Whether every worker has reported its end; for the first worker."""
+    def are_done(self, *, every: int = 1) -> bool:
+        """Say whether each worker, or of so many only one, has reported its end; for the first."""
         with self._guard:
-            return sum(member.is_done for member in self._members.values()) == self.place.size
+            done = {rank for rank, member in self._members.items() if member.is_done}
+        return done.issuperset(range(0, self.place.size, every))
 
     def _counted(self, key: str) -> Iterator[int]:
         while True:

@@ -40,6 +40,7 @@ class StateForward:
 
     def __init__(self, target: Target, layers: tuple[int, ...], *, keep_final: bool) -> None:
         self.device = target.device
+        self.shared_by = target.shared_by
         self._target = target
         self._capture = Capture(target, layers, keep=self._keep)
         self._num_layers = len(layers)

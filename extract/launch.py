@@ -39,9 +39,11 @@ def extract(config: ExtractConfig) -> None:
                 "started by torchrun or Slurm; leave it out, and start as many as there are GPUs"
             )
         die_with_parent(os.environ)
+        check_group_size(config.tp, place.size)
         run_here(config, place)
         return
     num_workers = count_workers(config.gpus)
+    check_group_size(config.tp, num_workers)
     if num_workers == 1 or config.dry_run or config.plan_only:
         run_here(config, Place())
         return
@@ -61,6 +63,19 @@ def run_here(config: ExtractConfig, place: Place) -> None:
             # The first worker or the launcher tells the user.
             raise SystemExit(Stopped.exit_code) from None
         raise
+
+
+def check_group_size(tp: int, num_workers: int) -> None:
+    """Refuse a `--tp` that leaves workers over.
+
+    Raises:
+        BadInput: the number of workers is not a multiple.
+    """
+    if num_workers % tp:
+        raise BadInput(
+            f"--tp {tp} cannot be had with {num_workers} worker process(es); give --gpus, or "
+            f"start, a multiple of {tp}"
+        )
 
 
 def count_workers(gpus: str) -> int:

@@ -3,7 +3,7 @@
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +37,7 @@ from dflash_offline.extract.settings import (
     resolve_dtype,
     resolve_max_length,
 )
+from dflash_offline.extract.tensor_parallel import check_tensor_parallel
 from dflash_offline.extract.token_rows import RowArrays
 
 
@@ -60,6 +61,7 @@ class Prepared:
 
     Attributes:
         cost: of a forward of `--batch-tokens` tokens.
+        shared_by: workers that hold the target's parameters together.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -71,12 +73,13 @@ class Prepared:
     dtype: torch.dtype
     cost: ForwardCost
     num_workers: int
+    shared_by: int
 
     def memory(self, device: torch.device, *, num_packs: int = 0) -> MemoryModel:
         """Return what the extraction takes; before there is a plan, without its packs."""
         return memory_model(
             self.schema,
-            self.cost,
+            replace(self.cost, num_parameters=self.cost.num_parameters // self.shared_by),
             dtype=self.dtype,
             batch_tokens=self.plan_options.batch_tokens,
             pool_packs=min(num_packs, POOL_UNITS * self.plan_options.unit_packs),
@@ -99,6 +102,7 @@ def prepare(config: ExtractConfig, device: torch.device) -> Prepared:
     target_config = load_config(config.target, config.target_revision, trust_remote_code=remote)
     check_codec(config.codec, target_config.hidden_size)
     check_teacher(config.teacher, target_config.vocab_size)
+    check_tensor_parallel(config.tp, config.target, target_config)
     layers = resolve_layers(config.layers, target_config.num_hidden_layers)
     check_fast_path(target_config, device, allow_slow_path=config.allow_slow_path)
     max_length = resolve_max_length(
@@ -135,6 +139,7 @@ def prepare(config: ExtractConfig, device: torch.device) -> Prepared:
             trust_remote_code=remote,
         ),
         num_workers=_workers_here(config),
+        shared_by=config.tp,
     )
     # A plan alone may be made on another machine than the states.
     if not config.plan_only:
@@ -142,11 +147,6 @@ def prepare(config: ExtractConfig, device: torch.device) -> Prepared:
     return prepared
 
 
-def plan_extraction(config: ExtractConfig, device: torch.device) -> Planned:
-    """Check options, read the corpus and make the plan; loads no weights, writes nothing.
-
-    Raises:
-        BadInput: anything the user gave that cannot be used, or too little memory.
 def _plan_options(config: ExtractConfig) -> PlanOptions:
     return PlanOptions(
         seed=config.seed,
@@ -156,6 +156,11 @@ def _plan_options(config: ExtractConfig) -> PlanOptions:
     )
 
 
+def plan_extraction(config: ExtractConfig, device: torch.device) -> Planned:
+    """Check options, read the corpus and make the plan; loads no weights, writes nothing.
+
+    Raises:
+        BadInput: anything the user gave that cannot be used, or too little memory.
     """
     prepared = prepare(config, device)
     rows, report = prepared.reader.read(config.data, config.num_samples, num_workers=num_cores())

@@ -34,8 +34,10 @@ from dflash_offline.extract.settings import resolve_dtype
 from dflash_offline.extract.stop_request import StopRequest
 from dflash_offline.extract.tally import Tally
 from dflash_offline.extract.target_files import run_info, target_files, target_identity
+from dflash_offline.extract.tensor_parallel import TensorGroup
 from dflash_offline.extract.worker import Worker, unfinished_units
 
+_POLL_S = 0.1
 _PLANNED, _UNITS, _TAKEN = "planned", "units", "taken"
 
 
@@ -71,7 +73,17 @@ def _lead(config: ExtractConfig, crew: Crew, stop: StopRequest, device: torch.de
     if not exists(blobs, MANIFEST_KEY):
         refuse_small_disk(blobs, estimate_bytes(planned.schema, planned.plan), {})
     crew.publish(_PLANNED, True)
-    target = _load(config, device)
+    group, target = _load(config, crew, stop, device)
+    with group.leading(target):
+        _lead_target(config, planned, target, crew, stop)
+    while not (config.plan_only or crew.are_done()):
+        stop.wait(_POLL_S)
+
+
+def _lead_target(
+    config: ExtractConfig, planned: Planned, target: Target, crew: Crew, stop: StopRequest
+) -> None:
+    console = Console(stderr=True, highlight=False)
     # A plan alone may be made where the target's forward takes minutes.
     checks = [] if config.plan_only else self_check(target, planned.schema.layers, planned.tokens)
     report(checks)
@@ -96,10 +108,15 @@ def _lead(config: ExtractConfig, crew: Crew, stop: StopRequest, device: torch.de
 
 def _follow(config: ExtractConfig, crew: Crew, stop: StopRequest, device: torch.device) -> None:
     crew.expect(_PLANNED)
-    target = _load(config, device)
+    group, target = _load(config, crew, stop, device)
+    if not group.is_leader:
+        group.follow(target)
+        crew.report(Tally(), is_done=True)
+        return
     units = crew.expect(_UNITS)
     store = Store.join(config.out, config.storage_option)
     with (
+        group.leading(target),
         run_log(store.blobs, config, crew.place) as log,
         _forward(store, target) as forward,
     ):
@@ -121,7 +138,13 @@ def _device(place: Place) -> torch.device:
     return torch.device("cuda", place.local_rank)
 
 
-def _load(config: ExtractConfig, device: torch.device) -> Target:
+def _load(
+    config: ExtractConfig, crew: Crew, stop: StopRequest, device: torch.device
+) -> tuple[TensorGroup, Target]:
+    """Return the target, and the workers that this one shares it with."""
+    # A plan is made by one worker alone.
+    size = config.tp if crew.place.size > 1 else 1
+    group = TensorGroup(crew.place, size, stop, store=crew.meeting("targets"), device=device)
     target = load_target(
         config.target,
         dtype=resolve_dtype(config.dtype, device),
@@ -129,9 +152,10 @@ def _load(config: ExtractConfig, device: torch.device) -> Target:
         revision=config.target_revision,
         head=config.teacher.startswith("topk"),
         trust_remote_code=config.trust_remote_code,
+        tensor_parallel=size,
     )
     refuse_slow(target, allow_slow_path=config.allow_slow_path)
-    return target
+    return group, target
 
 
 def _worker(

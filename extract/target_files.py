@@ -79,7 +79,7 @@ def target_files(target: Target, tokenizer: PreTrainedTokenizerBase) -> dict[str
 
 
 def run_info(target: Target) -> dict[str, str]:
-    """Return what explains the bytes of a pack: device, software, attention."""
+    """Return what explains the bytes of a pack: device, software, attention, `--tp`."""
 
     is_cuda = target.device.type == "cuda"
     return {
@@ -88,4 +88,5 @@ def run_info(target: Target) -> dict[str, str]:
         "transformers": transformers_version,
         "attention": target.config._attn_implementation or "",
         "compute_dtype": str(target.dtype).removeprefix("torch."),
+        "tp": str(target.shared_by),
     }

@@ -7,7 +7,7 @@ others run the same forward and drop the result.
 
 import importlib.util
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -19,10 +19,12 @@ from transformers import PreTrainedConfig
 from dflash_offline.common.errors import BadInput, Stopped
 from dflash_offline.common.target import Target
 from dflash_offline.extract.place import Place
+from dflash_offline.extract.stop_request import StopRequest
 
 _BASE, _CAUSAL, _END = range(3)
 # A leader may wait for a disk; a process that is gone is noticed by other means.
 _PATIENCE = timedelta(days=30)
+_LOSS_S = 10.0
 
 
 def check_tensor_parallel(size: int, target: str, config: PreTrainedConfig) -> None:
@@ -49,17 +51,13 @@ def check_tensor_parallel(size: int, target: str, config: PreTrainedConfig) -> N
         )
 
 
-def check_group_size(size: int, num_processes: int) -> None:
-    """Refuse a `--tp` that leaves processes over.
-
-    Raises:
-        BadInput: the number of processes is not a multiple.
-    """
-    if num_processes % size:
-        raise BadInput(
-            f"--tp {size} cannot be had with {num_processes} worker process(es); give --gpus, or "
-            f"start, a multiple of {size}"
-        )
+def too_large(batch: int, tokens: int, device: torch.device, problem: Exception) -> Stopped:
+    """Return why a run ends where a single GPU would split the batch: all must do the same."""
+    return Stopped(
+        f"the memory of {device} does not hold its part of a forward of {batch} x {tokens} tokens "
+        f"({str(problem).splitlines()[0]}), and workers that share a target split no batch; what "
+        "is committed is safe, go on where more memory is free"
+    )
 
 
 class TensorGroup:
@@ -68,14 +66,22 @@ class TensorGroup:
     Args:
         place: this process among all of the run; neighbours form groups.
         size: processes of a group.
+        stop: knows of workers that are gone.
         store: where all of them meet, a torch.distributed store.
         device: of this process.
     """
 
     def __init__(
-        self, place: Place, size: int, *, store: dist.Store | None, device: torch.device
+        self,
+        place: Place,
+        size: int,
+        stop: StopRequest,
+        *,
+        store: dist.Store | None,
+        device: torch.device,
     ) -> None:
         self.size = size
+        self._stop = stop
         self.is_leader = place.rank % size == 0
         self._device = device
         self._is_in_causal = False
@@ -101,20 +107,25 @@ class TensorGroup:
             target.causal.register_forward_hook(self._after_causal, always_call=True),
         ]
         try:
-            yield
+            with self._explained():
+                yield
         finally:
             for handle in handles:
                 handle.remove()
-            dist.broadcast(torch.tensor([_END, 0, 0]), 0)
+            with suppress(RuntimeError):  # of others that are gone
+                dist.broadcast(torch.tensor([_END, 0, 0]), 0)
 
-    @torch.inference_mode()
     def follow(self, target: Target) -> None:
         """Take part in the leader's forwards until it ends.
 
         Raises:
-            Stopped: this process' device does not hold a forward; the leader's cannot be split,
-                since the processes would no longer do the same.
+            Stopped: the memory of this process' device does not hold a forward.
         """
+        with self._explained():
+            self._follow(target)
+
+    @torch.inference_mode()
+    def _follow(self, target: Target) -> None:
         call = torch.empty(3, dtype=torch.int64)
         while True:
             dist.broadcast(call, 0)
@@ -127,11 +138,17 @@ class TensorGroup:
             try:
                 module(input_ids=ids, use_cache=False)
             except torch.OutOfMemoryError as problem:
-                raise Stopped(
-                    f"the memory of {self._device} does not hold its part of a forward of "
-                    f"{batch} x {tokens} tokens ({str(problem).splitlines()[0]}); what is "
-                    "committed is safe, go on where more memory is free or with a larger --tp"
-                ) from problem
+                raise too_large(batch, tokens, self._device, problem) from problem
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Let a collective that breaks end the run as the loss of whoever broke it."""
+        try:
+            yield
+        except RuntimeError:
+            # Who that is becomes known in this time, and raises here.
+            self._stop.wait(_LOSS_S)
+            raise
 
     def _send(self, kind: int, ids: torch.Tensor) -> None:
         dist.broadcast(torch.tensor([kind, *ids.shape]), 0)

@@ -25,6 +25,7 @@ from dflash_offline.extract.pipeline import Part, Pipeline
 from dflash_offline.extract.state_ring import StateBuffer, StateRing
 from dflash_offline.extract.stop_request import StopRequest
 from dflash_offline.extract.tally import PROGRESS_FIELDS, Tally, progress_values
+from dflash_offline.extract.tensor_parallel import too_large
 
 _REPORT_S, _LOG_S, _WAIT_S = 1.0, 10.0, 0.2
 
@@ -130,7 +131,7 @@ class Worker:
 
             for _ in self._work(units):
                 show()
-            while not self._crew.is_done:
+            while not self._crew.are_done(every=self._forward.shared_by):
                 self._stop.wait(_WAIT_S)
                 show()
             show()
@@ -226,6 +227,9 @@ class Worker:
             self._ring.compute(batch.tokens, buffer, predicts=batch.predicts)
             return True
         except torch.OutOfMemoryError as problem:
+            if self._forward.shared_by > 1:
+                size = len(batch.tokens), max(map(len, batch.tokens))
+                raise too_large(*size, self._forward.device, problem) from problem
             if len(batch.samples) == 1:
                 raise Stopped(
                     f"the memory of {self._forward.device} does not hold the forward of one sample "

@@ -134,6 +134,17 @@ def test_killed_worker_stops_the_run_which_goes_on_later(rank, arguments, run, t
     assert state_files(store) == state_files(tmp_path / "whole")
 
 
+def test_killed_worker_of_a_shared_target_is_named(arguments, tmp_path):
+    """The leader waits for it inside a collective, from which no signal wakes it."""
+    store = tmp_path / "store"
+    command = Command(*arguments(500, store), "--gpus", 2, "--tp", 2)
+    command.await_commits(store, 2)
+    os.kill(command.workers()[1], signal.SIGKILL)
+    code, errors = command.end(within_s=12)
+    assert code == 3
+    assert ["worker 1 (rank 1 of 2 on " in error for error in errors] == [True]
+
+
 def test_workers_die_with_a_killed_launcher(arguments, tmp_path):
     store = tmp_path / "store"
     command = Command(*arguments(500, store), "--gpus", 2)
