@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -185,6 +186,8 @@ class FaultProxy:
     faults: list[Fault] = field(default_factory=list)
     guard: threading.Lock = field(default_factory=threading.Lock)
     closing: threading.Event = field(default_factory=threading.Event)
+    share: float = 0.0  # of requests that fail at random
+    random: Random = field(default_factory=lambda: Random(0))
 
     def __post_init__(self) -> None:
         handler = type("Handler", (_Handler,), {"proxy": self})
@@ -219,6 +222,10 @@ class FaultProxy:
                     self.counts[f"{method} {fault.kind}"] += 1
                     self.counts[fault.match] += 1
                     return fault.kind
+            if method in ("PUT", "GET", "HEAD") and self.random.random() < self.share:
+                kind = self.random.choice(("500", "503", "hang", "cut", "lost"))
+                self.counts[f"{method} {kind}"] += 1
+                return kind
         return ""
 
 

@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import random
 import re
 import subprocess
 import sys
@@ -175,26 +174,12 @@ def test_store_is_written_and_read_through_random_faults(
 ):
     options = (*fault_proxy.options, client)
     corpus = corpus_maker(teacher="final", codec="lossless", lengths=(60, 110) * 6)
-    done, rng = threading.Event(), random.Random(0)
-    kinds, methods = ("500", "503", "hang", "cut", "lost"), ("PUT", "PUT", "GET", "HEAD")
-
-    def make_trouble() -> None:
-        while not done.wait(0.1):
-            # At most one, and mostly none: what fails seven times in a row is not transient.
-            fault_proxy.faults.clear()
-            if rng.random() < 0.4:
-                fault_proxy.fail(rng.choice(kinds), rng.choice(methods))
-
-    trouble = threading.Thread(target=make_trouble)
-    trouble.start()
-    try:
-        with corpus.open(s3_url, storage_options=options) as store:
-            corpus.commit(store)
-        assert_equal_content(s3_url, corpus, options)
-    finally:
-        done.set()
-        trouble.join()
-    met = {name for name, count in fault_proxy.counts.items() if " " in name and count}
+    # So few that the same request does not fail seven times.
+    fault_proxy.share = 0.15
+    with corpus.open(s3_url, storage_options=options) as store:
+        corpus.commit(store)
+    assert_equal_content(s3_url, corpus, options)
+    met = {name for name in fault_proxy.counts if " " in name}
     assert len(met) >= 5, f"only {met}"
 
 
