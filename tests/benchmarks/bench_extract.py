@@ -150,7 +150,9 @@ def random_target(shape: str, device: torch.device) -> Target:
     causal.eval().requires_grad_(False)
     causal.get_output_embeddings().to("cpu")
     nowhere = Checkpoint(given="random", where="random", revision=None)
-    return target_module._describe(nowhere, causal, device=device, dtype=dtype, head=False)
+    return target_module._describe(
+        nowhere, causal, device=device, dtype=dtype, head=False, shared_by=1
+    )
 
 
 def make_plan(
