@@ -1,4 +1,4 @@
-"""The frozen target model: where its checkpoint lies, how it is loaded, which layers are captured.
+"""The frozen target model: where its checkpoint lies, how it is loaded, and what its parts are.
 
 Transformers' classes disagree about names (`norm`, `final_layernorm`), nesting (text part of a
 multimodal model) and config keys (logit and embedding scales); this is the one module that knows.
@@ -7,7 +7,7 @@ Letters: T tokens, K captured layers, H hidden, V vocabulary, N decoder layers.
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -158,8 +158,8 @@ class Target:
     def cache_argument(self) -> str:
         """Return the name of the argument of `base` and `causal` that takes a cache."""
         # transformers 5.24 renamed `past_key_values` to `cache`; both are in use.
-        known = inspect.signature(self.causal.forward).parameters
-        return "cache" if "cache" in known else "past_key_values"
+        is_new = "cache" in inspect.signature(self.causal.forward).parameters
+        return "cache" if is_new else "past_key_values"
 
     def weight_digest(self) -> str:
         """Return a digest of names, shapes, sizes and a fixed sample of bytes of the weights."""
@@ -239,9 +239,9 @@ def _describe(
         )
     embed_tokens = base.get_input_embeddings()
     tied = own_part(lm_head.weight).data_ptr() == own_part(embed_tokens.weight).data_ptr()
-    parts = {"embed": embed_tokens.weight} | ({} if tied else {"head": lm_head.weight})
-    whole = {}
+    whole: Mapping[str, torch.Tensor] = {}
     if shared_by > 1:  # its parts are on their devices already, the head's among them
+        parts = {"embed": embed_tokens.weight} | ({} if tied else {"head": lm_head.weight})
         whole = gathered(parts, device if head else torch.device("cpu"))
     else:
         base.to(device)
@@ -265,62 +265,6 @@ def _describe(
         shared_by=shared_by,
         whole=whole,
     )
-
-
-class Capture:
-    """Keep the outputs of chosen decoder layers of one forward at a time.
-
-    ```python
-    with Capture(target, (1, 9, 17)) as capture:
-        final = target.base(input_ids=ids, use_cache=False).last_hidden_state
-        states = capture.take()  # three tensors [batch, T, H]
-    ```
-    """
-
-    def __init__(
-        self,
-        target: Target,
-        layers: tuple[int, ...],
-        *,
-        keep: Callable[[int, torch.Tensor], torch.Tensor] = lambda _at, state: state,
-    ) -> None:
-        """Prepare hooks.
-
-        Args:
-            keep: what is kept of a state, given its place in `layers`; called as soon as the layer
-                is done, so that the state itself need not outlive it.
-        """
-        self.layers = layers
-        self._keep = keep
-        self._modules = [target.layers[i] for i in layers]
-        self._states: dict[int, torch.Tensor] = {}
-        self._handles: list[Any] = []
-
-    def __enter__(self) -> "Capture":
-        for at, module in enumerate(self._modules):
-            self._handles.append(module.register_forward_hook(self._hook(at)))
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._states.clear()
-
-    def _hook(self, at: int):
-        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            state = output[0] if isinstance(output, tuple) else output
-            self._states[self.layers[at]] = self._keep(at, state)
-
-        return keep
-
-    def take(self) -> list[torch.Tensor]:
-        """Hand over and forget what was kept of the K states of the last forward, in order."""
-        missing = [layer for layer in self.layers if layer not in self._states]
-        assert not missing, f"no forward ran through layers {missing} since the last take"
-        states = [self._states[layer] for layer in self.layers]
-        self._states.clear()
-        return states
 
 
 # Several checks want it; transformers copies what it is given.

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dflash_offline.common.capture import Capture
 from dflash_offline.common.pack_arrays import bits_of
-from dflash_offline.common.target import Capture, Target
+from dflash_offline.common.target import Target
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_offline.common.target import Capture, Target
+from dflash_offline.common.capture import Capture
+from dflash_offline.common.target import Target
 from dflash_offline.train.acceptance import accept_greedy, accept_sampled, probabilities
 from dflash_offline.train.drafter import Drafter
 from dflash_offline.train.drafter_config import DrafterConfig

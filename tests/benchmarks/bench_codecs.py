@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from dflash_offline.common.calibration import CalibrationRows
+from dflash_offline.common.capture import Capture
 from dflash_offline.common.codec_report import head_error, relative_error
 from dflash_offline.common.codecs import CODEC_NAMES, INT_CODECS, Codec, codec_named
 from dflash_offline.common.identity import Identity
@@ -37,7 +38,7 @@ from dflash_offline.common.quantize import (
 )
 from dflash_offline.common.store import Plan, Sample, Schema
 from dflash_offline.common.store_writer import Store
-from dflash_offline.common.target import Capture, Target, load_target, load_tokenizer
+from dflash_offline.common.target import Target, load_target, load_tokenizer
 
 NEW_TOKENS = 64
 CODE_TOKENS = 512

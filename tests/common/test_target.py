@@ -23,10 +23,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.siglip import SiglipVisionConfig
 
 from dflash_offline.common import checkpoint_files
+from dflash_offline.common.capture import Capture
 from dflash_offline.common.chat import ChatOptions, render_prompt
 from dflash_offline.common.errors import BadInput
 from dflash_offline.common.layer_ids import resolve_layers
-from dflash_offline.common.target import Capture, Target, load_config, load_target, load_tokenizer
+from dflash_offline.common.target import Target, load_config, load_target, load_tokenizer
 
 SMALL = {
     "vocab_size": 101,

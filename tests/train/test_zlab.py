@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from dflash_offline.common.target import Capture, Target, load_target
+from dflash_offline.common.capture import Capture
+from dflash_offline.common.target import Target, load_target
 from dflash_offline.train.anchors import AnchoredDocument, build_pass
 from dflash_offline.train.decode import Decoded, SpeculativeDecoder, decode_greedy, head_logits
 from dflash_offline.train.drafter import Drafter
