@@ -8,6 +8,7 @@ import ctypes
 import importlib
 import os
 import pickle
+import platform
 import signal
 import subprocess
 import sys
@@ -27,7 +28,7 @@ _POLL_S = 0.1
 _TELL_S, _KILL_S = 1.5, 9.0
 _PR_SET_PDEATHSIG = 1
 # Codes with which a worker has said itself what it ended of.
-_OWN_CODES = (BadInput.exit_code, FoundProblems.exit_code, Stopped.exit_code, EXIT_BUG)
+_OWN_CODES = {BadInput.exit_code, FoundProblems.exit_code, Stopped.exit_code, EXIT_BUG}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,10 @@ class Job:
     config: Any
     safe: str  # what a message about a lost worker ends with
     stop_s: float  # for which workers may still write after a signal
+    # Workers tell each other how they end, and the first tells the user, where they still can.
+    first_tells: bool = False
+    # Each worker gets its part of the cores; with another number of them sums may round otherwise.
+    shares_cores: bool = True
 
 
 def is_worker() -> bool:
@@ -77,11 +82,11 @@ class _Launcher:
         self._job = job
         self._num_workers = num_workers
         self._workers: list[subprocess.Popen] = []
-        self._bad: dict[
-            int, int
-        ] = {}  # by rank: exit codes of those that ended badly by themselves
+        # Exit codes by rank, in order, of those that ended badly before anybody was told to stop.
+        self._bad: dict[int, int] = {}
         self._tell_at = self._kill_at = float("inf")
-        self._was_asked = self._has_told = self._has_killed = False
+        self._asked_by = ""
+        self._has_told = self._has_killed = False
 
     def run(self) -> int:
         from torch.distributed import TCPStore
@@ -110,8 +115,10 @@ class _Launcher:
             # A worker that ends closes connections, which torch reports with a stack trace.
             "TORCH_CPP_LOG_LEVEL": "ERROR",
         }
-        threads = max(1, (os.cpu_count() or 1) // self._num_workers)
-        environment = {"OMP_NUM_THREADS": str(threads)} | os.environ
+        environment = dict(os.environ)
+        if self._job.shares_cores:
+            threads = max(1, (os.cpu_count() or 1) // self._num_workers)
+            environment.setdefault("OMP_NUM_THREADS", str(threads))
         worker = subprocess.Popen(
             [sys.executable, "-m", "dflash_offline.common.launch"],
             env=environment | {name: str(value) for name, value in place.items()},
@@ -130,10 +137,10 @@ class _Launcher:
             try:
                 time.sleep(_POLL_S)
                 self._watch()
-            except Stopped:
+            except Stopped as problem:
                 # The command's handler lets a second signal end this process at once, and the
                 # kernel ends the workers with it.
-                self._was_asked = True
+                self._asked_by = str(problem)
                 self._kill_at = time.monotonic() + self._job.stop_s
                 self._tell()
         self._watch()
@@ -141,8 +148,12 @@ class _Launcher:
     def _watch(self) -> None:
         now = time.monotonic()
         ended = {rank: w.returncode for rank, w in enumerate(self._workers) if w.poll()}
-        if ended and not self._has_told:
-            self._bad = ended
+        if not self._has_told:
+            for rank, code in ended.items():
+                self._bad.setdefault(rank, code)
+        # Whoever has heard of a stop ends with 3, and the others have heard of it too.
+        heard = (Stopped.exit_code,) if self._job.first_tells else ()
+        if not self._has_told and any(code not in heard for code in ended.values()):
             self._tell_at = min(self._tell_at, now + _TELL_S)
             self._kill_at = min(self._kill_at, now + _KILL_S)
         if now > self._tell_at:
@@ -162,25 +173,32 @@ class _Launcher:
     def _exit_code(self) -> int:
         """Tell the user what no worker could tell; returns the command's exit code."""
         codes = [worker.returncode for worker in self._workers]
-        if self._has_killed and (self._was_asked or not self._bad):
+        if self._has_killed and (self._asked_by or not self._bad):
             _complain(f"workers did not end in time and were killed; {self._job.safe}")
             return Stopped.exit_code
-        if self._was_asked and codes[0] in (0, *_OWN_CODES):
+        if self._asked_by and codes[0] in (0, *_OWN_CODES):
             return codes[0]
-        # Whoever was killed is why the others ended; of those that ended by themselves, one that
-        # lost the others, or was told to stop with them, is not the reason.
+        if self._asked_by and codes[0] == -signal.SIGTERM:
+            # Before it could listen to signals.
+            _complain(self._asked_by)
+            return Stopped.exit_code
+        # Whoever was killed first is why the others ended; of those that ended by themselves, one
+        # that lost the others, or was told to stop with them, is not the reason.
         bad = self._bad or {rank: code for rank, code in enumerate(codes) if code}
         if not bad:
             return 0
+        is_said = next(iter(bad)) == 0 or set(bad.values()) <= _OWN_CODES
+        if self._job.first_tells and codes[0] in _OWN_CODES and is_said:
+            return codes[0]
         quiet = (BadInput.exit_code, Stopped.exit_code)
-        rank = min(bad, key=lambda rank: (bad[rank] in _OWN_CODES, bad[rank] in quiet, rank))
+        rank = min(bad, key=lambda rank: (bad[rank] in _OWN_CODES, bad[rank] in quiet))
         code = bad[rank]
         if code in _OWN_CODES and (rank == 0 or code not in quiet):
             return code
         how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
         hint = ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""
-        name = f"worker {rank} (rank {rank} of {self._num_workers}, {device_name(rank)})"
-        _complain(f"{name} was ended by {how}{hint}; {self._job.safe}")
+        place = f"rank {rank} of {self._num_workers} on {platform.node()}, {device_name(rank)}"
+        _complain(f"worker {rank} ({place}) was ended by {how}{hint}; {self._job.safe}")
         return code if code in _OWN_CODES else Stopped.exit_code
 
 
@@ -191,12 +209,10 @@ def device_name(local_rank: int) -> str:
     return f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
 
 
-def die_with_launcher() -> None:
-    """Let the kernel end this process when the launcher that started it is gone."""
-    if LAUNCHER not in os.environ:
-        return
+def die_with(parent: int) -> None:
+    """Let the kernel end this process when its parent is gone, which may be by now."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(os.environ[LAUNCHER]):
+    if os.getppid() != parent:
         os._exit(1)
 
 
@@ -205,14 +221,14 @@ def _complain(message: str) -> None:
 
 
 def _worker() -> None:
-    die_with_launcher()
+    die_with(int(os.environ[LAUNCHER]))
     job: Job = pickle.load(sys.stdin.buffer)
-    module, function = job.run.split(":")
-
-    def run() -> None:
-        getattr(importlib.import_module(module), function)(job.config)
-
-    sys.exit(exit_code_of(click.Command(job.command, callback=run), []))
+    module, name = job.run.split(":")
+    # Before signals become exceptions: some packages take one during their import for a reason to
+    # do without a module, and go on. Until here a signal simply ends the process.
+    function = getattr(importlib.import_module(module), name)
+    command = click.Command(job.command, callback=lambda: function(job.config))
+    sys.exit(exit_code_of(command, []))
 
 
 if __name__ == "__main__":

@@ -213,8 +213,10 @@ class Crew:
             "reachable; what is committed is safe, run the same command to go on"
         )
         self._has_lost_first = rank == 0
+        # The store's lock went with the first worker, so nothing more is committed without it.
+        commit_s = 0.0 if rank == 0 else _LOST_COMMIT_S
         # A launcher of ours has seen how it ended, and says so.
-        self._stop.request(reason, is_said=self.place.launched, commit_s=_LOST_COMMIT_S)
+        self._stop.request(reason, is_said=self.place.launched, commit_s=commit_s)
 
     def _hear(self, rank: int, message: Mapping[str, Any]) -> None:
         member = self._members[rank]

@@ -1,18 +1,13 @@
 """Which of the workers of a run this process is: told by our launcher, by torchrun or by Slurm."""
 
-import ctypes
 import os
 import platform
 import re
-import signal
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from dflash_offline.common.errors import BadInput
-
-# Set for the processes that this program's own launcher starts: its process number.
-LAUNCHER = "DFLASH_LAUNCHER_PID"
-_PR_SET_PDEATHSIG = 1
+from dflash_offline.common.launch import LAUNCHER, die_with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,14 +74,8 @@ def _complete_slurm(environment: MutableMapping[str, str]) -> None:
     environment.setdefault("MASTER_PORT", str(20000 + int(environment["SLURM_JOB_ID"]) % 20000))
 
 
-def die_with_parent(environment: Mapping[str, str]) -> None:
-    """Let the kernel end this process when the launcher that started it is gone."""
-    parent = os.getppid()
-    if LAUNCHER in environment:
-        parent = int(environment[LAUNCHER])
-    elif "TORCHELASTIC_RUN_ID" not in environment:
-        # Whoever else sets RANK may end before its children.
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+def die_with_torchrun(environment: Mapping[str, str]) -> None:
+    """Let the kernel end this process with the torchrun that started it, if one has."""
+    # Whoever else sets RANK may end before its children.
+    if "TORCHELASTIC_RUN_ID" in environment:
+        die_with(os.getppid())

@@ -13,13 +13,13 @@ from transformers import PreTrainedTokenizerBase
 from dflash_offline.common.chat import ChatOptions
 from dflash_offline.common.codecs import check_codec
 from dflash_offline.common.identity import Scalar
+from dflash_offline.common.launch import count_workers
 from dflash_offline.common.layer_ids import resolve_layers
 from dflash_offline.common.store import Plan, Schema
 from dflash_offline.common.target import load_config, load_tokenizer
 from dflash_offline.extract.config import ExtractConfig
 from dflash_offline.extract.corpus import CorpusReader
 from dflash_offline.extract.fast_path import check_fast_path
-from dflash_offline.extract.launch import count_workers
 from dflash_offline.extract.memory_model import (
     POOL_UNITS,
     MemoryModel,
@@ -196,7 +196,7 @@ def refuse_small_memory(memory: MemoryModel, batch_tokens: int, device: torch.de
 
 def _workers_here(config: ExtractConfig) -> int:
     """Return the workers of this machine: those of an outer launcher, or our own."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or count_workers(config.gpus)
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or count_workers(config.gpus, on_cpu=False)
 
 
 def _plan_fields(config: ExtractConfig, plan: Plan, max_length: int) -> dict[str, Scalar]:

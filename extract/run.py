@@ -5,11 +5,13 @@ several workers the first plans, owns the store and talks to the user; the other
 and all of them take units from one queue.
 """
 
+import os
+
 import torch
 from rich.console import Console
 
 from dflash_offline.common.blobs import blobs_at
-from dflash_offline.common.errors import BadInput, FoundProblems
+from dflash_offline.common.errors import BadInput, FoundProblems, Stopped
 from dflash_offline.common.identity import Identity
 from dflash_offline.common.options import config_as_dict, print_config
 from dflash_offline.common.progress import JsonLog, format_seconds
@@ -26,7 +28,7 @@ from dflash_offline.extract.estimate import dry_run
 from dflash_offline.extract.fast_path import refuse_slow
 from dflash_offline.extract.forward import StateForward
 from dflash_offline.extract.pipeline import num_writers
-from dflash_offline.extract.place import Place
+from dflash_offline.extract.place import Place, place_in
 from dflash_offline.extract.planning import Planned, plan_extraction, plan_sentence
 from dflash_offline.extract.run_log import run_log
 from dflash_offline.extract.self_check import report, self_check
@@ -39,6 +41,19 @@ from dflash_offline.extract.worker import Worker, unfinished_units
 
 _POLL_S = 0.1
 _PLANNED, _UNITS, _TAKEN = "planned", "units", "taken"
+
+
+def work(config: ExtractConfig) -> None:
+    """Be one of the workers that our own launcher starts."""
+    place = place_in(os.environ)
+    assert place is not None
+    try:
+        extract(config, place)
+    except Stopped:
+        if not place.is_first:
+            # The first worker or the launcher tells the user.
+            raise SystemExit(Stopped.exit_code) from None
+        raise
 
 
 def extract(config: ExtractConfig, place: Place) -> None:

@@ -52,7 +52,9 @@ class StopRequest:
 
     def __exit__(self, *_exception: object) -> None:
         if self._has_signals():
-            signal.signal(signal.SIGUSR1, self._before)
+            # A thread may still wake the main thread, which must not end the process.
+            is_default = self._before == signal.SIG_DFL
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN if is_default else self._before)
         if self._timer is not None:
             self._timer.cancel()
 

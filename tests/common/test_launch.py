@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from dflash_offline.common.errors import BadInput
 from dflash_offline.common.launch import Job, count_workers, launch
@@ -87,14 +88,15 @@ def test_workers_have_places_and_meet_at_one_port(job, tmp_path):
 @pytest.mark.parametrize(
     ("what", "code", "words"),
     [
-        ("killed", 3, "worker 1 (rank 1 of 2, cpu) was ended by SIGKILL, as the kernel does"),
-        ("odd", 3, "worker 1 (rank 1 of 2, cpu) was ended by exit code 17; go on"),
+        ("killed", 3, "worker 1 (rank 1 of 2 on vm, cpu) was ended by SIGKILL, as the kernel does"),
+        ("odd", 3, "worker 1 (rank 1 of 2 on vm, cpu) was ended by exit code 17; go on"),
         ("bug", 70, "ValueError: never thought of"),
         ("bad", 2, "error: --lr: no good"),
     ],
 )
 def test_the_worker_that_ended_badly_is_named(job, tmp_path, capfd, monkeypatch, what, code, words):
     monkeypatch.setattr("dflash_offline.common.launch.device_name", lambda rank: "cpu")
+    monkeypatch.setattr("platform.node", lambda: "vm")
     assert launch(job(what), 2) == code
     shown = capfd.readouterr().err
     assert words in shown
@@ -133,9 +135,17 @@ def test_a_signal_is_handed_on(job, tmp_path):
     assert not any(is_running(pid) for pid in workers)
 
 
-def test_count_workers():
-    assert count_workers("all", on_cpu=True) == 1
-    assert count_workers("3", on_cpu=True) == 3
-    for given in ("0", "-1", "two"):
-        with pytest.raises(BadInput, match=f"--gpus {given} is not possible"):
-            count_workers(given, on_cpu=True)
+@pytest.mark.parametrize(
+    ("num_gpus", "on_cpu", "gpus", "expected"),
+    [(0, False, "all", 1), (0, False, "3", 3), (8, False, "all", 8), (8, True, "all", 1)],
+)
+def test_number_of_workers(num_gpus, on_cpu, gpus, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    assert count_workers(gpus, on_cpu=on_cpu) == expected
+
+
+@pytest.mark.parametrize(("num_gpus", "gpus"), [(0, "0"), (0, "some"), (2, "3"), (2, "-1")])
+def test_impossible_number_of_workers(num_gpus, gpus, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    with pytest.raises(BadInput, match=f"--gpus {gpus} is not possible here; allowed are"):
+        count_workers(gpus, on_cpu=False)

@@ -1,11 +1,9 @@
-"""Which worker a process is, by the variables of its launcher; how many a machine gets."""
+"""Which worker a process is, by the variables of its launcher."""
 
 import pytest
-import torch
 
 from dflash_offline.common.errors import BadInput
 from dflash_offline.extract.cli import main as extract_command
-from dflash_offline.extract.launch import count_workers
 from dflash_offline.extract.place import LAUNCHER, Place, place_in
 
 TORCHRUN = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
@@ -40,21 +38,6 @@ def test_slurm():
     assert environment["MASTER_PORT"] == "23456"
     with pytest.raises(BadInput, match="MASTER_ADDR is not set.*scontrol"):
         place_in(dict(SLURM))
-
-
-@pytest.mark.parametrize(
-    ("num_gpus", "gpus", "expected"), [(0, "all", 1), (0, "3", 3), (8, "all", 8)]
-)
-def test_number_of_workers(num_gpus, gpus, expected, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    assert count_workers(gpus) == expected
-
-
-@pytest.mark.parametrize(("num_gpus", "gpus"), [(0, "0"), (0, "some"), (2, "3"), (2, "-1")])
-def test_impossible_number_of_workers(num_gpus, gpus, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    with pytest.raises(BadInput, match=f"--gpus {gpus} is not possible here; allowed are"):
-        count_workers(gpus)
 
 
 def test_two_launchers_are_refused(run, monkeypatch, capsys):
