@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import threading
 from pathlib import Path
 
 from dflash_offline.common import store_writer
@@ -34,15 +35,17 @@ def test_disk_that_fills_up(
     store, ballast = disk / "store", disk / "ballast"
     args = ("--target", make_target("qwen3"), "--data", write_corpus(40), *SMALL)
     assert run(extract_command, *args, "--out", tmp_path / "whole") == 0
-    commit, seen = store_writer.Store.commit_pack, []
+    commit, seen, turn = store_writer.Store.commit_pack, [], threading.Lock()
 
     def commit_pack(self, pack, *given, **more):
-        if len(seen) == 3:
-            free = os.statvfs(disk)
-            with ballast.open("xb") as file:
-                os.posix_fallocate(file.fileno(), 0, (free.f_bavail - 2) * free.f_frsize)
-        seen.append(pack)
-        return commit(self, pack, *given, **more)
+        # One at a time: several threads commit, and three packs are to be sealed by then.
+        with turn:
+            if len(seen) == 3:
+                free = os.statvfs(disk)
+                with ballast.open("xb") as file:
+                    os.posix_fallocate(file.fileno(), 0, (free.f_bavail - 2) * free.f_frsize)
+            seen.append(pack)
+            return commit(self, pack, *given, **more)
 
     capsys.readouterr()
     with monkeypatch.context() as patch:

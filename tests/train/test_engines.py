@@ -16,7 +16,7 @@ from transformers import Qwen3Config
 
 from dflash_offline.common.errors import BadInput
 from dflash_offline.train.anchors import AnchoredDocument, build_pass
-from dflash_offline.train.drafter import Drafter
+from dflash_offline.train.drafter import Drafter, Places
 from dflash_offline.train.drafter_config import FULL, SLIDING, DrafterConfig
 from dflash_offline.train.export import load_drafter, load_drafter_config, save_drafter
 
@@ -227,15 +227,14 @@ def drafter_mask(drafter: Drafter, layer: int, anchor: int) -> torch.Tensor:
         ],
         drafter.config.layout,
     )
+    places = Places.of(tables.positions_block, drafter.config)
     x = torch.randn(BLOCK, 32, generator=generator)
     features = torch.randn(anchor, 96, generator=generator)
 
     def run(x: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         pairs = drafter.context_pairs(features, tables.positions_ctx)
         with torch.no_grad():
-            return attention(
-                x, pairs[layer], tables=tables.attention, positions=tables.positions_block
-            )
+            return attention(x, pairs[layer], tables=tables.attention, places=places)
 
     plain = run(x, features)
     seen = torch.zeros(BLOCK, anchor + BLOCK, dtype=torch.bool)
