@@ -1,4 +1,4 @@
-# make demo   the whole path on a small language model: about ten minutes on two cores, no GPU
+# make demo   the whole path on a small language model: about nine minutes on two cores, no GPU
 # make test   every test that this machine can run
 # make lint   style and formatting
 # make clean  remove what the other targets made
