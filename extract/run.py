@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from dflash_offline.common.blobs import blobs_at
+from dflash_offline.common.cache import open_cache
 from dflash_offline.common.errors import BadInput, FoundProblems, Stopped
 from dflash_offline.common.identity import Identity
 from dflash_offline.common.options import config_as_dict, print_config
@@ -30,8 +31,8 @@ from dflash_offline.extract.forward import StateForward
 from dflash_offline.extract.pipeline import num_writers
 from dflash_offline.extract.place import Place, place_in
 from dflash_offline.extract.planning import Planned, plan_extraction, plan_sentence
-from dflash_offline.extract.run_log import run_log
-from dflash_offline.extract.self_check import report, self_check
+from dflash_offline.extract.run_log import log_checks, run_log
+from dflash_offline.extract.self_check import report, self_check, stored_check
 from dflash_offline.extract.settings import resolve_dtype
 from dflash_offline.extract.stop_request import StopRequest
 from dflash_offline.extract.tally import Tally
@@ -40,6 +41,7 @@ from dflash_offline.extract.tensor_parallel import TensorGroup
 from dflash_offline.extract.worker import Worker, unfinished_units
 
 _POLL_S = 0.1
+_UNUSABLE = "do not train from this store"
 _PLANNED, _UNITS, _TAKEN = "planned", "units", "taken"
 
 
@@ -117,6 +119,11 @@ def _lead_target(
             total = worker.lead(crew.shares(units, _TAKEN))
         store.refresh()
         log.write({"kind": "end", **total.as_record()})
+        if total.tokens and len(store.quarantined) < len(store.plan.samples):
+            cache = open_cache(config.out, partial=True, storage_options=config.storage_option)
+            checks = stored_check(target, cache)
+            log_checks(log, "stored-check", checks)
+            report(checks, what="check of the store", remedy=_UNUSABLE)
     console.print(_end_sentence(config, store, total))
     _refuse_too_many_bad(config, store)
 

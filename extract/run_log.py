@@ -16,6 +16,13 @@ from dflash_offline.extract.place import Place
 from dflash_offline.extract.self_check import Check
 
 
+def log_checks(log: JsonLog, kind: str, checks: Sequence[Check]) -> None:
+    """Write the lines of a check's table."""
+    for check in checks:
+        record = {"name": check.name, "value": check.value, "bound": check.bound}
+        log.write({"kind": kind, **record, "ok": check.is_good})
+
+
 @contextmanager
 def run_log(
     blobs: Blobs, config: ExtractConfig, place: Place, checks: Sequence[Check] = ()
@@ -26,9 +33,7 @@ def run_log(
         folder = blobs.root / LOGS if isinstance(blobs, LocalBlobs) else Path(temporary)
         log = JsonLog(folder / f"{stem}.jsonl")
         log.write({"kind": "run", "config": config_as_dict(config), "workers": place.size})
-        for check in checks:
-            record = {"name": check.name, "value": check.value, "bound": check.bound}
-            log.write({"kind": "self-check", **record, "ok": check.is_good})
+        log_checks(log, "self-check", checks)
         try:
             yield log
         finally:

@@ -1,4 +1,4 @@
-"""A few samples through the hot path, against a forward made by other means.
+"""A few samples through the hot path, and read back at the end, against an independent forward.
 
 Off-by-one layers, a missing norm, shifted ids, rows of another sample and padding that leaks give
 plausible states and a drafter that is a third worse; here they give a table with a red line.
@@ -13,9 +13,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from dflash_offline.common.cache import Cache
 from dflash_offline.common.errors import FoundProblems
 from dflash_offline.common.target import Target
-from dflash_offline.extract.forward import BatchStates, StateForward
+from dflash_offline.extract.forward import StateForward
 
 NUM_SAMPLES = 4
 MAX_TOKENS = 256
@@ -25,7 +26,10 @@ _ROW_BOUND = {torch.float32: 0.01}
 _ROW_BOUND_BFLOAT16 = 0.15
 _LOGIT_BOUND = {torch.float32: 0.02}
 _LOGIT_BOUND_BFLOAT16 = 0.15
+# What a codec adds; the errors of its report are after the norm.
+_CODEC_BOUND = {"int8": 0.05, "int4": 0.25, "int3": 0.4}
 _ROWS_WITHIN = 0.98
+_NOTHING = "nothing is extracted"
 _CLEARLY = 2.0
 
 
@@ -58,42 +62,79 @@ def self_check(
         layer's state; for the final state, the error of the log-probabilities that the head makes
         of it.
     """
-    chosen = _spread_by_length([sample[:MAX_TOKENS] for sample in samples])
+    samples = [sample[:MAX_TOKENS] for sample in samples]
+    chosen = [samples[at] for at in _spread([len(sample) for sample in samples])]
     with StateForward(target, layers, keep_final=True) as forward:
         states = forward(chosen)
-    errors: dict[str, list[np.ndarray]] = {}
-    first = 0
+    assert states.final is not None
+    first, errors = 0, []
     for sample in chosen:
         rows = slice(first, first + len(sample))
-        for name, values in _sample_errors(target, layers, sample, states, rows).items():
-            errors.setdefault(name, []).append(values)
+        given = states.features[:, rows], states.final[rows]
+        errors.append(_sample_errors(target, layers, sample, *given))
         first = rows.stop
-    bounds = {
-        "error": _ROW_BOUND.get(target.dtype, _ROW_BOUND_BFLOAT16),
-        "another": 1.0 - _ROWS_WITHIN,
-        "log-probabilities": _LOGIT_BOUND.get(target.dtype, _LOGIT_BOUND_BFLOAT16),
-    }
-    return [_check(name, np.concatenate(parts), bounds) for name, parts in errors.items()]
+    return _checks(target, errors, codec_bound=0.0)
 
 
-def report(checks: Sequence[Check]) -> None:
+def stored_check(target: Target, cache: Cache) -> list[Check]:
+    """Compare a few samples of a store, read back, with an unbatched forward.
+
+    What a check before the run cannot see: rows in another sample's place, memory that was used
+    again too early, codes of another calibration.
+
+    Args:
+        target: that the store was made with.
+        cache: the store; its samples are read from the beginning.
+    """
+    layers, lengths = cache.schema.layers, cache.plan.column("length")
+    indices = [*cache.training_samples, *cache.held_out_samples]
+    chosen = [indices[at] for at in _spread([int(lengths[index]) for index in indices])]
+    errors = []
+    for document in cache.read_many(chosen):
+        final = None if document.final is None else document.final[:MAX_TOKENS]
+        features = document.features[:, :MAX_TOKENS]
+        sample = document.tokens[:MAX_TOKENS]
+        errors.append(_sample_errors(target, layers, sample, features, final))
+    return _checks(target, errors, codec_bound=_CODEC_BOUND.get(cache.schema.codec, 0.0))
+
+
+def report(checks: Sequence[Check], *, what: str = "self-check", remedy: str = _NOTHING) -> None:
     """Print the table, if there is one.
+
+    Args:
+        checks: its lines.
+        what: was checked.
+        remedy: what to do where it does not hold.
 
     Raises:
         FoundProblems: a check does not hold.
     """
     if not checks:
         return
-    table = Table("self-check", "value", "bound", "", box=None)
+    table = Table(what, "value", "bound", "", box=None)
     for check in checks:
         verdict = "ok" if check.is_good else "[red]wrong"
         table.add_row(check.name, f"{check.value:.2g}", f"{check.bound:.2g}", verdict)
     Console(stderr=True).print(table)
     if bad := [check.name for check in checks if not check.is_good]:
         raise FoundProblems(
-            f"the self-check failed ({', '.join(bad)}): captured states are not the target's, so "
-            "nothing is extracted; please report target, versions and the table"
+            f"the {what} failed ({', '.join(bad)}): the states are not the target's, so {remedy}; "
+            "please report target, versions and the table"
         )
+
+
+def _checks(
+    target: Target, errors: Sequence[dict[str, np.ndarray]], *, codec_bound: float
+) -> list[Check]:
+    bounds = {
+        "error": _ROW_BOUND.get(target.dtype, _ROW_BOUND_BFLOAT16) + codec_bound,
+        "another": 1.0 - _ROWS_WITHIN,
+        # The final state is never coded in fewer than eight bits.
+        "log-probabilities": _LOGIT_BOUND.get(target.dtype, _LOGIT_BOUND_BFLOAT16)
+        + min(codec_bound, _CODEC_BOUND["int8"]),
+    }
+    names = errors[0] if errors else {}
+    return [_check(name, np.concatenate([each[name] for each in errors]), bounds) for name in names]
 
 
 def _check(name: str, values: np.ndarray, bounds: dict[str, float]) -> Check:
@@ -102,33 +143,34 @@ def _check(name: str, values: np.ndarray, bounds: dict[str, float]) -> Check:
     return Check(name=name, value=float(value), bound=bounds[kind])
 
 
-def _spread_by_length(samples: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return a few samples, from the shortest to the longest; padding needs both."""
-    ordered = sorted(samples, key=len)
+def _spread(lengths: Sequence[int]) -> list[int]:
+    """Return the places of a few samples, from the shortest to the longest; padding needs both."""
+    ordered = np.argsort(lengths, kind="stable")
     places = np.linspace(0, len(ordered) - 1, min(NUM_SAMPLES, len(ordered)))
-    return [ordered[int(place)] for place in places]
+    return [int(ordered[int(place)]) for place in places]
 
 
 def _sample_errors(
     target: Target,
     layers: tuple[int, ...],
     sample: np.ndarray,
-    states: BatchStates,
-    rows: slice,
+    features: np.ndarray,
+    final: np.ndarray | None,
 ) -> dict[str, np.ndarray]:
+    """Return the errors of one sample's patterns, uint16 [K, T, H] and [T, H], by name."""
     ids = torch.from_numpy(sample.astype(np.int64))[None]
     every = _reference_states(target, ids)  # N states [T, H]
     errors = {}
     for k, layer in enumerate(layers):
-        captured = _from_patterns(states.features[k, rows]).to(target.device)
+        captured = _from_patterns(features[k]).to(target.device)
         distances = torch.stack([_row_error(captured, state) for state in every])  # [N, T]
         errors[f"layer {layer} error"] = distances[layer].cpu().numpy()
         # By a factor: rows with massive activations hardly change from one layer to the next.
         is_other = distances.amin(dim=0) * _CLEARLY < distances[layer]
         errors[f"layer {layer} rows nearer to another"] = is_other.float().cpu().numpy()
-    assert states.final is not None
-    final = _from_patterns(states.final[rows]).to(target.device)
-    errors["log-probabilities"] = _logit_error(target, ids, final)
+    if final is not None:
+        states = _from_patterns(final).to(target.device)
+        errors["log-probabilities"] = _logit_error(target, ids, states)
     return errors
 
 

@@ -1,5 +1,6 @@
 """The self-check is quiet on sound states and finds every fault that others shipped."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from dflash_offline.common.errors import FoundProblems
 from dflash_offline.common.target import Target, load_target
 from dflash_offline.extract import forward as forward_module
+from dflash_offline.extract.cli import main as extract_command
 from dflash_offline.extract.self_check import report, self_check
 
 LAYERS = (0, 1, 4)
@@ -153,3 +155,49 @@ def test_wrong_logit_scale_is_found(make_target):
     scaled = dataclasses.replace(target, logit_scale=0.5)
     bad = [c.name for c in self_check(scaled, LAYERS, samples()) if not c.is_good]
     assert bad == ["log-probabilities"]
+
+
+def extraction(target: Path, data: Path, out: Path, codec: str) -> tuple[object, ...]:
+    sizes = ("--pack-tokens", 1024, "--batch-tokens", 512, "--layers", "0,1,4")
+    files = ("--target", target, "--data", data, "--out", out)
+    return (*files, *sizes, "--teacher", "final", "--codec", codec)
+
+
+@pytest.mark.parametrize("codec", ["raw", "lossless", "int8", "int4", "int3"])
+def test_store_is_checked_at_the_end(codec, tiny_target, write_corpus, run, tmp_path):
+    """Far from its bounds, and written to the log."""
+    out = tmp_path / "store"
+    assert run(extract_command, *extraction(tiny_target, write_corpus(80), out, codec)) == 0
+    records = map(json.loads, (out / "logs/extract.jsonl").read_text().splitlines())
+    checks = [record for record in records if record["kind"] == "stored-check"]
+    assert len(checks) == 2 * len(LAYERS) + 1
+    for check in checks:
+        assert check["ok"]
+        assert check["value"] < 0.8 * check["bound"] or check["value"] == 0, check
+
+
+@pytest.mark.parametrize("codec", ["raw", "int4"])
+@pytest.mark.parametrize("fault", ["shifted rows", "another layer", "stale rows"])
+def test_fault_behind_the_forward_is_found(
+    fault, codec, tiny_target, write_corpus, run, tmp_path, monkeypatch, capsys
+):
+    states = forward_module.StateForward.states
+
+    def damaged(self, samples, rows):
+        is_finite = states(self, samples, rows)
+        if fault == "shifted rows":
+            rows.copy_(rows.roll(1, dims=1))
+        elif fault == "another layer":
+            rows[:2] = rows[:2].flip(0)
+        else:
+            rows[:, rows.shape[1] // 2 :] = rows[:, : -(rows.shape[1] // 2)]
+        return is_finite
+
+    def without_first_check(*_given):
+        monkeypatch.setattr(forward_module.StateForward, "states", damaged)
+        return []
+
+    monkeypatch.setattr("dflash_offline.extract.run.self_check", without_first_check)
+    options = extraction(tiny_target, write_corpus(80), tmp_path / "store", codec)
+    assert run(extract_command, *options) == 1
+    assert "check of the store failed" in capsys.readouterr().err
