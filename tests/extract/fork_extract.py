@@ -21,7 +21,8 @@ from typing import Any
 
 import transformers.models.qwen3.modeling_qwen3
 
-from dflash_offline.extract import launch, run
+from dflash_offline.common import launch
+from dflash_offline.extract import run
 from dflash_offline.extract.cli import main as command
 
 PRELOADED = (transformers.models.qwen3.modeling_qwen3, run)
