@@ -118,12 +118,13 @@ def _lead_target(
             worker = _worker(store, forward, crew, stop, log=log, target=target)
             total = worker.lead(crew.shares(units, _TAKEN))
         store.refresh()
-        log.write({"kind": "end", **total.as_record()})
+        checks = []
         if total.tokens and len(store.quarantined) < len(store.plan.samples):
             cache = open_cache(config.out, partial=True, storage_options=config.storage_option)
             checks = stored_check(target, cache)
-            log_checks(log, "stored-check", checks)
-            report(checks, what="check of the store", remedy=_UNUSABLE)
+        log_checks(log, "stored-check", checks)
+        log.write({"kind": "end", **total.as_record()})
+        report(checks, what="check of the store", remedy=_UNUSABLE)
     console.print(_end_sentence(config, store, total))
     _refuse_too_many_bad(config, store)
 
