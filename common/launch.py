@@ -51,6 +51,19 @@ def is_worker() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def refuse_gpus(gpus: str) -> None:
+    """Refuse a number of `--gpus` in a process that another launcher has started.
+
+    Raises:
+        BadInput: it is not `all`.
+    """
+    if gpus != "all":
+        raise BadInput(
+            f"--gpus {gpus} is for a run that starts its own workers, and these were started by "
+            "torchrun or Slurm; leave it out, and start as many as there are GPUs"
+        )
+
+
 def count_workers(gpus: str, *, on_cpu: bool) -> int:
     """Return how many processes `--gpus` means on this machine.
 

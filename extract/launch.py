@@ -3,7 +3,7 @@
 import os
 
 from dflash_offline.common.errors import BadInput
-from dflash_offline.common.launch import Job, count_workers, launch
+from dflash_offline.common.launch import Job, count_workers, launch, refuse_gpus
 from dflash_offline.extract.config import ExtractConfig
 from dflash_offline.extract.place import Place, die_with_torchrun, place_in
 
@@ -19,11 +19,8 @@ def extract(config: ExtractConfig) -> None:
         BadInput: `--gpus` in a job that another launcher has started, or an impossible `--tp`.
     """
     place = place_in(os.environ)
-    if place is not None and config.gpus != "all":
-        raise BadInput(
-            f"--gpus {config.gpus} is for a run that starts its own workers, and these were "
-            "started by torchrun or Slurm; leave it out, and start as many as there are GPUs"
-        )
+    if place is not None:
+        refuse_gpus(config.gpus)
     num_workers = count_workers(config.gpus, on_cpu=False) if place is None else place.size
     check_group_size(config.tp, num_workers)
     if place is None and num_workers > 1 and not (config.dry_run or config.plan_only):

@@ -18,11 +18,10 @@ from dflash_offline.common.errors import BadInput
 from dflash_offline.common.store import EXACT, EXACT_ROWS, Schema
 from dflash_offline.common.topk import HEAD_ROWS
 from dflash_offline.extract.meta_forward import ForwardCost
+from dflash_offline.extract.state_ring import NUM_BUFFERS
 
 # cuBLAS keeps one for each of its two libraries on Hopper.
 _WORKSPACE_BYTES = 2 * (32 << 20)
-# Batches in the ring, each with rows on the device and memory on the host, and units of packs.
-_RING_BATCHES, POOL_UNITS = 2, 2
 # The codec works in fp32 on blocks of 2^24 values, of which four exist at a time.
 _CODEC_BYTES = 4 * 4 * (1 << 24)
 # Memory that stays free, because the allocator cannot use every gap.
@@ -86,7 +85,7 @@ def memory_model(
     sent = _code_bytes(schema) if schema.is_coded else schema.bytes_per_token()
     buffers = {
         "packs": pool_packs * pack_bytes(schema),
-        "ring": _RING_BATCHES * sent * batch_tokens,
+        "ring": NUM_BUFFERS * sent * batch_tokens,
     }
     if not schema.num_topk:
         buffers["head"] = head
@@ -125,7 +124,7 @@ def device_bytes(
     parts = {
         "weights": dtype.itemsize * cost.num_parameters,
         activations: max(cost.activation_bytes or 0, logits),
-        "rows": _RING_BATCHES * 2 * num_slots * schema.hidden * batch_tokens,
+        "rows": NUM_BUFFERS * 2 * num_slots * schema.hidden * batch_tokens,
     }
     if schema.num_topk:
         parts["head"] = _head_bytes(schema, cost, dtype)

@@ -28,6 +28,8 @@ from dflash_offline.common.store_writer import Store
 from dflash_offline.common.topk import TopK
 from dflash_offline.extract.state_ring import HostStates
 
+# One is filled while one is written.
+POOL_UNITS = 2
 _POLL_S = 0.1
 
 
@@ -136,11 +138,11 @@ class PackBuffer:
 
 
 class PackPool:
-    """At most two units of packs in memory: one that is filled, one that is written."""
+    """At most `POOL_UNITS` units of packs in memory."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._left = self.limit = 2 * store.plan.unit_packs
+        self._left = self.limit = POOL_UNITS * store.plan.unit_packs
         self._free: queue.SimpleQueue[PackBuffer] = queue.SimpleQueue()
 
     def acquire(self, pack: int, check: Callable[[], None]) -> PackBuffer:

@@ -21,7 +21,6 @@ from dflash_offline.extract.config import ExtractConfig
 from dflash_offline.extract.corpus import CorpusReader
 from dflash_offline.extract.fast_path import check_fast_path
 from dflash_offline.extract.memory_model import (
-    POOL_UNITS,
     MemoryModel,
     check_memory,
     free_device_bytes,
@@ -29,6 +28,7 @@ from dflash_offline.extract.memory_model import (
     memory_model,
 )
 from dflash_offline.extract.meta_forward import ForwardCost, forward_cost
+from dflash_offline.extract.pack_buffers import POOL_UNITS
 from dflash_offline.extract.plan import PlanOptions, make_plan, padded_fraction
 from dflash_offline.extract.row_workers import num_cores
 from dflash_offline.extract.settings import (

@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from dflash_offline.common.options import option
+from dflash_offline.train.schedule import SCHEDULES
 
 _POSITIVE = click.IntRange(min=1)
 
@@ -156,7 +157,7 @@ class TrainConfig:
     lr_schedule: str = option(
         "cosine",
         help="Course of the learning rate after warm-up.",
-        type=click.Choice(["cosine", "wsd", "constant"]),
+        type=click.Choice(SCHEDULES),
     )
     warmup: float = option(
         0.04,

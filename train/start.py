@@ -1,7 +1,6 @@
 """`dflash-train` on one machine: in this process, or as one worker process for each GPU."""
 
-from dflash_offline.common.errors import BadInput
-from dflash_offline.common.launch import Job, count_workers, is_worker, launch
+from dflash_offline.common.launch import Job, count_workers, is_worker, launch, refuse_gpus
 from dflash_offline.train.config import TrainConfig
 
 _SAFE = "the same command goes on from the newest checkpoint"
@@ -15,11 +14,8 @@ def start(config: TrainConfig) -> None:
     Raises:
         BadInput: `--gpus` in a job that another launcher has started.
     """
-    if is_worker() and config.gpus != "all":
-        raise BadInput(
-            f"--gpus {config.gpus} is for a run that starts its own processes, and these were "
-            "started by torchrun; leave it out, and start as many as there are GPUs"
-        )
+    if is_worker():
+        refuse_gpus(config.gpus)
     num_workers = 1 if is_worker() else count_workers(config.gpus, on_cpu=config.device == "cpu")
     if num_workers == 1:
         from dflash_offline.train.loop import train
