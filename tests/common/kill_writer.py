@@ -6,7 +6,6 @@ store, who forks the other workers; it kills one of them at that time, and answe
 exit status. Forked, because imports take longer than writing a store, and before anything is open.
 """
 
-import ctypes
 import json
 import os
 import random
@@ -14,35 +13,17 @@ import runpy
 import select
 import signal
 import sys
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from forking import fork
+
+from dflash_offline.common.launch import die_with
 from dflash_offline.common.s3_blobs import S3Blobs
 from dflash_offline.common.store_writer import Store
 
 LENGTHS = (300, 200, 512, 450, 60, 500, 130, 380, 512, 512)
 LOST_WORKER = 3
-_PR_SET_PDEATHSIG = 1
-
-
-def fork(work: Callable[[], object]) -> int:
-    """Start a process and return its number."""
-    process = os.fork()
-    if process == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        except SystemExit as end:
-            code = int(end.code or 0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            # It must never go on as the process that forked it.
-            os._exit(code)
-    return process
 
 
 def use_parts(store: Store) -> None:
@@ -57,7 +38,7 @@ def write(corpus: Any, order: dict[str, Any]) -> None:
     pipes = [os.pipe() for _ in range(order["workers"] - 1)]
 
     def help_out(share: int) -> None:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with(os.getppid())
         packs = json.loads(os.read(share, 4096) or b"[]")
         if packs:
             store = Store.join(url, options)

@@ -26,6 +26,8 @@ from dflash_offline.common.s3_blobs import CLIENTS
 
 LOST_WORKER = 3
 WRITER = Path(__file__).parent / "kill_writer.py"
+# The program imports tests/forking.py.
+PATH = f"{Path(__file__).parents[1]}:{os.environ.get('PYTHONPATH', '')}"
 # On S3 a full pack is two parts of an upload.
 HIDDEN = {"local": 1024, "s3": 4096}
 LENGTHS = (300, 200, 512, 450, 60, 500, 130, 380, 512, 512)
@@ -39,7 +41,7 @@ class Writers:
             [sys.executable, str(WRITER), str(hidden)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATH},
             text=True,
         )
 

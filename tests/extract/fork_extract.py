@@ -6,7 +6,6 @@ status. The command's own launcher starts its workers, which are forked too: a r
 the CPU time, and everything behind the imports is what users run.
 """
 
-import ctypes
 import io
 import json
 import os
@@ -14,38 +13,17 @@ import pickle
 import signal
 import subprocess
 import sys
-import traceback
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import transformers.models.qwen3.modeling_qwen3
+from forking import fork
 
 from dflash_offline.common import launch
 from dflash_offline.extract import run
 from dflash_offline.extract.cli import main as command
 
 PRELOADED = (transformers.models.qwen3.modeling_qwen3, run)
-_PR_SET_PDEATHSIG = 1
-
-
-def fork(work: Callable[[], object]) -> int:
-    """Start a process and return its number."""
-    process = os.fork()
-    if process == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        except SystemExit as end:
-            code = int(end.code or 0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            # It must never go on as the process that forked it.
-            os._exit(code)
-    return process
 
 
 class Worker:
@@ -63,7 +41,7 @@ class Worker:
 
     def _work(self, told: int, tell: int) -> None:
         os.close(tell)
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        launch.die_with(os.getppid())
         with open(told, "rb") as pipe:
             # Not up to its end, which workers forked later hold open.
             environment, content = pickle.load(pipe)

@@ -26,6 +26,8 @@ pytestmark = pytest.mark.slow
 
 SMALL = ("--pack-tokens", 256, "--batch-tokens", 512, "--layers", "0,1,4", "--teacher", "final")
 PROGRAM = Path(__file__).parent / "fork_extract.py"
+# The program imports tests/forking.py.
+PATH = f"{Path(__file__).parents[1]}:{os.environ.get('PYTHONPATH', '')}"
 VICTIMS = ("launcher", "worker 0", "worker 1", "all")
 
 
@@ -39,7 +41,7 @@ class Commands:
             [sys.executable, str(PROGRAM)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATH},
             text=True,
         )
 
