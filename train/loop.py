@@ -98,9 +98,8 @@ class Run:
         self._window = Window()
         self._log: RunLog | None = None
         self._lr = 0.0
-        self._pending = (
-            Counts()
-        )  # of this process, since the state's counts were brought up to date
+        # Of this process, since the state's counts were brought up to date.
+        self._pending = Counts()
         self._check_every = 1  # steps between looks at whether another process was told to stop
 
     def to_the_end(self, stop: threading.Event) -> Path:
