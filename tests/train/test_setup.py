@@ -90,7 +90,7 @@ def test_torchrun_says_how_many_processes_there_are(config, small_store, tmp_pat
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     options = config(small_store[0], tmp_path / "run", gpus="2")
-    with pytest.raises(BadInput, match="--gpus 2 is for a run that starts its own processes"):
+    with pytest.raises(BadInput, match="--gpus 2 is for a run that starts its own workers"):
         start(options)
     assert not (tmp_path / "run").exists()
 
