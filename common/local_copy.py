@@ -12,10 +12,16 @@ from dflash_offline.common.errors import DamagedStore
 _PART_BYTES = 16 << 20
 
 
+def cache_folder() -> Path:
+    """Return where this machine keeps what can be made again, under `$XDG_CACHE_HOME`."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "dflash-offline"
+
+
 def local_copy(blobs: Blobs, digests: Mapping[str, str], folder: str) -> Path:
     """Return the local twin of a folder, fetching the files that are not there yet.
 
-    Twins lie under `$XDG_CACHE_HOME` (`~/.cache`), named by their content, so stores with the same
+    Twins lie in `cache_folder`, named by their content, so stores with the same
     target share one. A file that is there is whole: it was checked before it got its name.
 
     Args:
@@ -27,8 +33,7 @@ def local_copy(blobs: Blobs, digests: Mapping[str, str], folder: str) -> Path:
     wanted = {key: sha for key, sha in digests.items() if key.startswith(f"{folder}/")}
     listing = "\n".join(f"{key} {sha}" for key, sha in sorted(wanted.items()))
     name = hashlib.sha256(listing.encode()).hexdigest()[:16]
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    local = LocalBlobs(base / "dflash-offline" / name)
+    local = LocalBlobs(cache_folder() / name)
     for key, sha in wanted.items():
         if not (local.root / key).exists():
             # Another process may fetch the same file; either copy will do.

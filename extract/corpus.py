@@ -7,12 +7,13 @@ Letter: T tokens.
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
+import click
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
@@ -29,9 +30,16 @@ from dflash_offline.extract.conversations import (
     first_user_text,
     parse_row,
 )
+from dflash_offline.extract.row_journal import RowJournal
 from dflash_offline.extract.row_workers import map_rows
 from dflash_offline.extract.rows import Row, read_rows
-from dflash_offline.extract.token_rows import TokenRow, TokenRows, TokenRowsWriter, digest
+from dflash_offline.extract.token_rows import (
+    Skipped,
+    TokenRow,
+    TokenRows,
+    TokenRowsWriter,
+    digest,
+)
 
 NO_ASSISTANT = "no assistant turn"
 TOO_LONG = "longer than --max-length"
@@ -41,14 +49,6 @@ NOT_RENDERED = "cannot be rendered"
 _FIRST_ROWS = 1024
 _ROWS_A_LINE = 256
 _PROGRESS_FIELDS = ("rows", "tokens", "tok/s")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Skipped:
-    """A row that does not become a sample, and why."""
-
-    reason: str
-    example: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,12 @@ class CorpusReader:
     drop_overlong: bool = False
 
     def read(
-        self, specs: Sequence[str], num_samples: int | None = None, *, num_workers: int = 1
+        self,
+        specs: Sequence[str],
+        num_samples: int | None = None,
+        *,
+        num_workers: int = 1,
+        journal: RowJournal | None = None,
     ) -> tuple[TokenRows, CorpusReport]:
         """Read `--data` values in order, up to `num_samples` kept rows.
 
@@ -113,29 +118,55 @@ class CorpusReader:
             specs: files, folders or hub ids; see `read_rows`.
             num_samples: kept rows to stop at; all when None.
             num_workers: processes for a corpus of more than a few rows.
+            journal: knows what earlier runs made of it, and keeps what this one makes.
 
         Raises:
             BadInput: nothing to read, a row of the wrong type, or no row kept.
         """
         rows = chain.from_iterable(map(read_rows, specs))
-        return self.convert(rows, num_samples, num_workers=num_workers)
+        return self.convert(rows, num_samples, num_workers=num_workers, journal=journal)
 
     def convert(
-        self, rows: Iterable[Row], num_samples: int | None = None, *, num_workers: int = 1
+        self,
+        rows: Iterable[Row],
+        num_samples: int | None = None,
+        *,
+        num_workers: int = 1,
+        journal: RowJournal | None = None,
     ) -> tuple[TokenRows, CorpusReport]:
         """Convert rows; see `read`."""
         iterator = iter(rows)
         # Processes take seconds to start, which only a corpus of some size is worth.
         first = map(self.convert_row, islice(iterator, _FIRST_ROWS))
         with TokenRowsWriter() as kept:
-            tally = _Tally(kept=kept)
-            if not tally.add_all(first, num_samples) and (more := next(iterator, None)) is not None:
-                rest = map_rows(self.convert_row, chain([more], iterator), num_workers=num_workers)
-                with closing(rest), ProgressLine(float("inf"), _PROGRESS_FIELDS) as progress:
-                    tally.add_all(rest, num_samples, progress)
+            tally = _Tally(kept=kept, num_samples=num_samples)
+            if not tally.add_all(first) and (more := next(iterator, None)) is not None:
+                self._convert_rest(
+                    chain([more], iterator),
+                    tally,
+                    num_workers=num_workers,
+                    journal=journal or RowJournal(None),
+                )
             report = tally.report()
             _refuse_nothing_kept(report)
             return kept.finish(), report
+
+    def _convert_rest(
+        self, rows: Iterator[Row], tally: "_Tally", *, num_workers: int, journal: RowJournal
+    ) -> None:
+        """Add rows to a tally: those that are known, and what processes make of the others."""
+        with journal.opened(), ProgressLine(float("inf"), _PROGRESS_FIELDS) as progress:
+            if tally.add_all(journal.known(), progress):
+                return
+            if journal.num_known:
+                click.echo(journal.describe(), err=True)
+            tally.start_clock()
+            rows = islice(rows, journal.num_known, None)
+            if (more := next(rows, None)) is None:
+                return
+            made = map_rows(self.convert_row, chain([more], rows), num_workers=num_workers)
+            with closing(made), closing(journal.keep(made)) as kept:
+                tally.add_all(kept, progress)
 
     def convert_row(self, row: Row) -> TokenRow | Skipped:
         """Return what a row becomes.
@@ -200,6 +231,7 @@ class CorpusReader:
 @dataclass(kw_only=True)
 class _Tally:
     kept: TokenRowsWriter
+    num_samples: int | None
     num_rows: int = 0
     num_kept: int = 0
     num_truncated: int = 0
@@ -207,11 +239,11 @@ class _Tally:
     skipped: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
+    known_tokens: int = 0
 
     def add_all(
         self,
         converted: Iterable[TokenRow | Skipped],
-        num_samples: int | None,
         progress: ProgressLine | None = None,
     ) -> bool:
         """Count and keep rows; return whether `num_samples` are kept."""
@@ -225,14 +257,18 @@ class _Tally:
                 self.num_truncated += each.is_truncated
                 self.num_tokens += len(each.tokens)
                 self.kept.append(each)
-                if self.num_kept == num_samples:
+                if self.num_kept == self.num_samples:
                     return True
             if progress is not None and self.num_rows % _ROWS_A_LINE == 0:
                 progress.update(self.num_rows, self._progress_values())
         return False
 
+    def start_clock(self) -> None:
+        """Leave what there is by now out of the speed."""
+        self.began, self.known_tokens = time.monotonic(), self.num_tokens
+
     def _progress_values(self) -> dict[str, str]:
-        speed = self.num_tokens / max(time.monotonic() - self.began, 1e-9)
+        speed = (self.num_tokens - self.known_tokens) / max(time.monotonic() - self.began, 1e-9)
         values = (f"{self.num_rows:,}", f"{self.num_tokens:,}", f"{speed:,.0f}")
         return dict(zip(_PROGRESS_FIELDS, values, strict=True))
 

@@ -1,24 +1,29 @@
 """What an extraction will do, before the target is loaded: options, layers, corpus and plan."""
 
 import hashlib
+import inspect
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from dflash_offline.common import chat, turns
+from dflash_offline.common.blobs import LocalBlobs, blobs_at
 from dflash_offline.common.chat import ChatOptions
 from dflash_offline.common.codecs import check_codec
 from dflash_offline.common.identity import Scalar
 from dflash_offline.common.launch import count_workers
 from dflash_offline.common.layer_ids import resolve_layers
+from dflash_offline.common.local_copy import cache_folder
 from dflash_offline.common.store import Plan, Schema
 from dflash_offline.common.target import load_config, load_tokenizer
+from dflash_offline.extract import conversations, corpus, row_journal, rows
 from dflash_offline.extract.config import ExtractConfig
-from dflash_offline.extract.corpus import CorpusReader
 from dflash_offline.extract.fast_path import check_fast_path
 from dflash_offline.extract.memory_model import (
     MemoryModel,
@@ -30,6 +35,7 @@ from dflash_offline.extract.memory_model import (
 from dflash_offline.extract.meta_forward import ForwardCost, forward_cost
 from dflash_offline.extract.pack_buffers import POOL_UNITS
 from dflash_offline.extract.plan import PlanOptions, make_plan, padded_fraction
+from dflash_offline.extract.row_journal import RowJournal, fingerprint
 from dflash_offline.extract.row_workers import num_cores
 from dflash_offline.extract.settings import (
     check_teacher,
@@ -37,8 +43,13 @@ from dflash_offline.extract.settings import (
     resolve_dtype,
     resolve_max_length,
 )
+from dflash_offline.extract.target_files import text_identity
 from dflash_offline.extract.tensor_parallel import check_tensor_parallel
 from dflash_offline.extract.token_rows import RowArrays
+
+# What makes tokens of rows.
+_PACKAGES = ("transformers", "tokenizers", "jinja2", "pyarrow")
+_MODULES = (rows, conversations, corpus, row_journal, chat, turns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +64,7 @@ class Planned:
     masks: Sequence[np.ndarray]  # uint8 [length] of every sample, likewise
     plan_fields: dict[str, Scalar]
     memory: str  # what it will take, for people
+    journal: RowJournal  # of the rows' tokens, until the plan is written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +79,7 @@ class Prepared:
     tokenizer: PreTrainedTokenizerBase
     chat: ChatOptions
     schema: Schema
-    reader: CorpusReader
+    reader: corpus.CorpusReader
     plan_options: PlanOptions
     max_length: int
     dtype: torch.dtype
@@ -95,7 +107,7 @@ def prepare(config: ExtractConfig, device: torch.device) -> Prepared:
         BadInput: an option that cannot be, or too little memory.
     """
     plan_options = _plan_options(config)
-    chat = ChatOptions.from_options(
+    chat_options = ChatOptions.from_options(
         config.chat_template, config.chat_template_arg, config.system_prompt
     )
     remote = config.trust_remote_code
@@ -112,7 +124,7 @@ def prepare(config: ExtractConfig, device: torch.device) -> Prepared:
     dtype = resolve_dtype(config.dtype, device)
     prepared = Prepared(
         tokenizer=tokenizer,
-        chat=chat,
+        chat=chat_options,
         schema=Schema(
             layers=layers,
             hidden=target_config.hidden_size,
@@ -121,9 +133,9 @@ def prepare(config: ExtractConfig, device: torch.device) -> Prepared:
             codec=config.codec,
             teacher=config.teacher,
         ),
-        reader=CorpusReader(
+        reader=corpus.CorpusReader(
             tokenizer=tokenizer,
-            options=chat,
+            options=chat_options,
             vocab_size=target_config.vocab_size,
             max_length=max_length,
             drop_overlong=config.overlong == "skip",
@@ -163,8 +175,11 @@ def plan_extraction(config: ExtractConfig, device: torch.device) -> Planned:
         BadInput: anything the user gave that cannot be used, or too little memory.
     """
     prepared = prepare(config, device)
-    rows, report = prepared.reader.read(config.data, config.num_samples, num_workers=num_cores())
-    plan, order = make_plan(rows, report, prepared.plan_options)
+    journal = _journal(config, prepared)
+    kept, report = prepared.reader.read(
+        config.data, config.num_samples, num_workers=num_cores(), journal=journal
+    )
+    plan, order = make_plan(kept, report, prepared.plan_options)
     memory = prepared.memory(device, num_packs=plan.num_packs)
     if not config.plan_only:
         refuse_small_memory(memory, config.batch_tokens, device)
@@ -173,11 +188,37 @@ def plan_extraction(config: ExtractConfig, device: torch.device) -> Planned:
         chat=prepared.chat,
         schema=prepared.schema,
         plan=plan,
-        tokens=RowArrays(rows, order),
-        masks=RowArrays(rows, order, masks=True),
+        tokens=RowArrays(kept, order),
+        masks=RowArrays(kept, order, masks=True),
         plan_fields=_plan_fields(config, plan, prepared.max_length),
         memory=memory.sentence(device),
+        journal=journal,
     )
+
+
+def _journal(config: ExtractConfig, prepared: Prepared) -> RowJournal:
+    """Return where the rows' tokens are kept until the store has them.
+
+    On this machine's disk, whatever storage the store is on: nothing is written there before its
+    plan stands. Of each store one corpus is kept, by everything that makes tokens of rows.
+    """
+    states = [rows.data_state(spec) for spec in config.data]
+    reader = prepared.reader
+    facts = {
+        "packages": [version(package) for package in _PACKAGES],
+        "modules": [inspect.getsource(module) for module in _MODULES],
+        "data": states,
+        "text": text_identity(reader.tokenizer, reader.options),
+        # Templates read them.
+        "special_tokens": reader.tokenizer.special_tokens_map,
+        "limits": [reader.vocab_size, reader.max_length, reader.drop_overlong],
+    }
+    blobs = blobs_at(config.out, config.storage_option)
+    address = str(blobs.root.resolve()) if isinstance(blobs, LocalBlobs) else blobs.url
+    if not all(states):
+        # Nothing says whether rows in memory are the same the next time.
+        return RowJournal(None)
+    return RowJournal(cache_folder() / "planning" / fingerprint(address) / fingerprint(facts))
 
 
 def refuse_small_memory(memory: MemoryModel, batch_tokens: int, device: torch.device) -> None:

@@ -58,6 +58,25 @@ def read_rows(spec: str) -> Iterator[Row]:
             yield Row(source=_stem(file), address=address, number=number, values=values)
 
 
+def data_state(spec: str) -> list[tuple[str, int, int, int]]:
+    """Return name, size and times of each file that a `--data` value is read from.
+
+    Whatever changes a file changes its times; empty for a data set that lies in no file.
+
+    Raises:
+        BadInput: as `read_rows`.
+    """
+    if spec.startswith("hf:"):
+        files = [Path(each["filename"]) for each in _hub_data(spec).cache_files]
+    else:
+        files = _files(Path(spec).expanduser())
+    return [
+        (str(file.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+        for file in files
+        for stat in [file.stat()]
+    ]
+
+
 def count_rows(spec: str) -> int:
     """Return how many rows one `--data` value has, without making them where that is quicker.
 

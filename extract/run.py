@@ -220,7 +220,7 @@ def _open_store(config: ExtractConfig, planned: Planned, target: Target) -> Stor
         },
         plan=planned.plan_fields,
     )
-    return Store.create_or_resume(
+    store = Store.create_or_resume(
         config.out,
         schema=schema,
         identity=identity,
@@ -232,6 +232,8 @@ def _open_store(config: ExtractConfig, planned: Planned, target: Target) -> Stor
         append=config.append,
         storage_options=config.storage_option,
     )
+    planned.journal.drop()
+    return store
 
 
 def _end_sentence(config: ExtractConfig, store: Store, total: Tally) -> str:

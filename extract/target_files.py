@@ -1,7 +1,6 @@
 """The target's part of a store: what identifies it, and the files that training needs of it."""
 
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -35,19 +34,18 @@ def target_identity(
         "feature_dtype": "bfloat16",
         "norm_convention": NORM_CONVENTION,
         "layers": ",".join(map(str, layers)),
-        "tokenizer_sha256": tokenizer_identity(tokenizer),
-        **_chat_identity(tokenizer, options),
+        **text_identity(tokenizer, options),
     }
 
 
-def _chat_identity(
-    tokenizer: PreTrainedTokenizerBase, options: ChatOptions
-) -> Mapping[str, Scalar]:
+def text_identity(tokenizer: PreTrainedTokenizerBase, options: ChatOptions) -> dict[str, Scalar]:
+    """Return the fields that texts must share to become the same tokens."""
+    digest = {"tokenizer_sha256": tokenizer_identity(tokenizer)}
     try:
-        return chat_identity(tokenizer, options)
+        return {**digest, **chat_identity(tokenizer, options)}
     except BadInput:
         # Token ids and plain completions need no template, so a target without one will do.
-        return {}
+        return digest
 
 
 def target_files(target: Target, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:

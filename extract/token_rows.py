@@ -47,6 +47,14 @@ class TokenRow:
     is_truncated: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class Skipped:
+    """A row that does not become a sample, and why."""
+
+    reason: str
+    example: str
+
+
 def digest(content: bytes) -> str:
     """Return what tells contents apart, 16 hexadecimal digits."""
     return hashlib.sha256(content).hexdigest()[:16]

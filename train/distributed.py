@@ -35,7 +35,7 @@ class World:
 
 
 @contextmanager
-def _with_the_others() -> Iterator[None]:
+def with_the_others() -> Iterator[None]:
     """Turn what a collective raises when another process is gone into `Stopped`."""
     try:
         yield
@@ -86,20 +86,51 @@ def sum_to_owners(flat: torch.Tensor, mine: torch.Tensor) -> None:
         flat: one part for each process, in the order of ranks; undefined afterwards but for mine.
         mine: view of this process's part.
     """
-    with _with_the_others():
+    with with_the_others():
         _reduce_scatter(mine, flat)
 
 
 def gather_from_owners(flat: torch.Tensor, mine: torch.Tensor) -> None:
     """Fill every process's part of `flat` with what that process has there; see `sum_to_owners`."""
-    with _with_the_others():
+    with with_the_others():
         _all_gather(flat, mine)
 
 
 def from_rank(tensor: torch.Tensor, rank: int) -> None:
     """Fill a tensor with what one process has there."""
-    with _with_the_others():
+    with with_the_others():
         dist.broadcast(tensor, src=rank)
+
+
+def gather_rows(mine: torch.Tensor, world: World, *, rows: int, to: int) -> torch.Tensor | None:
+    """Bring every process's rows together on process `to`; the others get None.
+
+    Args:
+        mine: at most `rows` rows.
+
+    Returns:
+        `rows` rows of each process, those that it has not are zero.
+    """
+    whole = mine.new_empty(world.size * rows, *mine.shape[1:]) if world.rank == to else None
+    with with_the_others():
+        dist.gather(_padded(mine, rows), None if whole is None else list(whole.split(rows)), dst=to)
+    return whole
+
+
+def scatter_rows(
+    whole: torch.Tensor | None, like: torch.Tensor, world: World, *, rows: int, source: int
+) -> torch.Tensor:
+    """Undo `gather_rows`.
+
+    Args:
+        whole: on process `source` only.
+        like: of the shape and dtype of what this process gets.
+    """
+    given = like.new_empty(rows, *like.shape[1:])
+    parts = None if whole is None else list(_padded(whole, world.size * rows).split(rows))
+    with with_the_others():
+        dist.scatter(given, parts, src=source)
+    return given[: len(like)]
 
 
 def gather_objects(value: object, world: World) -> list[object]:
@@ -107,7 +138,7 @@ def gather_objects(value: object, world: World) -> list[object]:
     if world.size == 1:
         return [value]
     values: list[object] = [None] * world.size
-    with _with_the_others():
+    with with_the_others():
         dist.all_gather_object(values, value)
     return values
 
@@ -117,7 +148,7 @@ def sum_numbers(values: Sequence[float], world: World, device: torch.device) -> 
     if world.size == 1:
         return list(values)
     shared = torch.tensor(values, dtype=torch.float64, device=device)
-    with _with_the_others():
+    with with_the_others():
         dist.all_reduce(shared)
         return shared.tolist()
 
@@ -127,20 +158,29 @@ def largest(value: float, world: World, device: torch.device) -> float:
     if world.size == 1:
         return value
     shared = torch.tensor(value, dtype=torch.float64, device=device)
-    with _with_the_others():
+    with with_the_others():
         dist.all_reduce(shared, op=dist.ReduceOp.MAX)
         return float(shared.item())
+
+
+def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return a tensor with rows of zeros up to so many."""
+    if len(tensor) == rows:
+        return tensor.contiguous()
+    padded = tensor.new_zeros(rows, *tensor.shape[1:])
+    padded[: len(tensor)] = tensor
+    return padded
 
 
 def _reduce(bucket: list[torch.Tensor]) -> None:
     if not bucket:
         return
     if len(bucket) == 1:
-        with _with_the_others():
+        with with_the_others():
             dist.all_reduce(bucket[0])
         return
     flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-    with _with_the_others():
+    with with_the_others():
         dist.all_reduce(flat)
     for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
         tensor.copy_(part.view_as(tensor))

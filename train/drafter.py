@@ -28,7 +28,7 @@ from dflash_offline.kernels.norm_rope import (
 )
 from dflash_offline.train.anchors import PassTables
 from dflash_offline.train.drafter_config import DrafterConfig
-from dflash_offline.train.projections import Copies, Linear, project, project_wide
+from dflash_offline.train.projections import Copies, Gathered, Linear, project, project_wide
 
 
 class Norm(nn.Module):
@@ -83,6 +83,13 @@ class Attention(nn.Module):
     def keys(self, projected: torch.Tensor, places: Places) -> torch.Tensor:
         """Norm and rotate projected keys [R, Hkv·D] to [R, Hkv, D]."""
         return self._rotated(projected, self.k_norm, places)
+
+    def context_pair(
+        self, states: torch.Tensor, places: Places
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this layer's keys and values, [T, Hkv, D] each, of the context states [T, H]."""
+        key, value = project_wide(states, [self.k_proj, self.v_proj])
+        return self.keys(key, places), self.values(value)
 
     def values(self, projected: torch.Tensor) -> torch.Tensor:
         """View projected values [R, Hkv·D] as [R, Hkv, D]."""
@@ -151,22 +158,28 @@ class Layer(nn.Module):
         self,
         x: torch.Tensor,
         added: torch.Tensor | None,
-        context: tuple[torch.Tensor, torch.Tensor],
+        context: tuple[torch.Tensor, torch.Tensor] | torch.Tensor,
         *,
         tables: BlockTables,
         places: Places,
+        context_places: Places | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Map the residual stream to the next layer's.
 
         Args:
             x: [N, H] residual stream.
             added: [N, H], what the layer before adds to it; each sum is made with its norm.
+            context: keys and values of the context, [T, Hkv, D] each, or the states [T, H] to make
+                them from.
+            context_places: the states' places.
 
         Returns:
             The stream, and what this layer adds to it.
         """
         norm = self.input_layernorm
         normed, x = (norm(x), x) if added is None else norm.added(added, x)
+        if context_places is not None:
+            context = self.self_attn.context_pair(context, context_places)
         attended = self.self_attn(normed, context, tables=tables, places=places)
         normed, x = self.post_attention_layernorm.added(attended, x)
         return x, self.mlp(normed)
@@ -211,7 +224,7 @@ class Drafter(nn.Module):
         self.hidden_norm = Norm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
-        self._copies = Copies(self._projections())
+        self._copies: Copies | Gathered = Copies(self._projections())
 
     def _projections(self) -> list[Linear]:
         """All projections, those that make the context's keys and values first."""
@@ -227,7 +240,15 @@ class Drafter(nn.Module):
             ValueError: a width is not a multiple of 16.
         """
         projections = self._projections()
-        self._copies = Copies(projections, projections[len(self._context_projections()) :])
+        in_fp8 = projections[len(self._context_projections()) :]
+        self._copies = type(self._copies)(projections, in_fp8)
+
+    def use_gathered(self) -> None:
+        """Have passes read weights that are there, in the compute dtype, while their layer runs.
+
+        Each layer then makes its own keys and values of the context.
+        """
+        self._copies = Gathered(self._projections())
 
     def cast_once(self, dtype: torch.dtype) -> AbstractContextManager[None]:
         """Inside, passes in `dtype` read weights that were cast on entry; see `projections`."""
@@ -281,8 +302,12 @@ class Drafter(nn.Module):
         Returns:
             [N, H] block states after the final norm, ready for the target's head.
         """
-        pairs = self.context_pairs(features, tables.positions_ctx)
-        return self._blocks(embeddings, pairs, tables.attention, tables.positions_block)
+        if isinstance(self._copies, Gathered):
+            contexts = [self.context(features)] * len(self.layers)
+            places = Places.of(tables.positions_ctx, self.config)
+        else:
+            contexts, places = self.context_pairs(features, tables.positions_ctx), None
+        return self._blocks(embeddings, contexts, tables.attention, tables.positions_block, places)
 
     def new_cache(self) -> ContextCache:
         """Return an empty context cache for one sequence."""
@@ -320,13 +345,19 @@ class Drafter(nn.Module):
     def _blocks(
         self,
         x: torch.Tensor,
-        pairs: list[tuple[torch.Tensor, torch.Tensor]],
+        contexts: list[tuple[torch.Tensor, torch.Tensor]] | list[torch.Tensor],
         tables: BlockTables,
         positions: torch.Tensor,
+        context_places: Places | None = None,
     ) -> torch.Tensor:
-        places, added = Places.of(positions, self.config), None
-        for layer, context in zip(self.layers, pairs, strict=True):
-            x, added = layer(x, added, context, tables=tables, places=places)
+        given = {
+            "tables": tables,
+            "places": Places.of(positions, self.config),
+            "context_places": context_places,
+        }
+        added = None
+        for layer, context in zip(self.layers, contexts, strict=True):
+            x, added = layer(x, added, context, **given)
         return self.norm.added(added, x)[0]
 
 

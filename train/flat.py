@@ -5,7 +5,7 @@ is never cut. Parameters of one owner lie together: gradients reach it by one re
 its new values reach the others by one all-gather.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +56,7 @@ class FlatParameters:
         first = next(iter(named.values()))
         self.plan = Plan.of({name: each.numel() for name, each in named.items()}, world.size)
         self._world = world
+        self._named = named
         kind = {"dtype": first.dtype, "device": first.device}
         self._values = torch.zeros(self.plan.shard * world.size, **kind)
         self.gradients = torch.zeros_like(self._values)
@@ -82,14 +83,33 @@ class FlatParameters:
         if self._world.size > 1:
             gather_from_owners(self._values, self._mine(self._values))
 
-    def from_owner(self, name: str, like: torch.Tensor, mine: torch.Tensor | None) -> torch.Tensor:
-        """Return what a parameter's owner gives, on every process; `mine` on the owner only."""
+    def whole(self, name: str) -> torch.Tensor:
+        """Return a parameter, which every process has."""
+        return self._named[name].detach()
+
+    def whole_state(self, name: str, mine: torch.Tensor | None) -> torch.Tensor:
+        """Return what belongs to a parameter, on every process; `mine` on its owner only."""
         if self._world.size == 1:
             assert mine is not None
             return mine
-        given = torch.empty_like(like) if mine is None else mine
+        given = torch.empty_like(self.whole(name)) if mine is None else mine
         from_rank(given, self.plan.owner[name])
         return given
+
+    def part(self, _name: str, whole: torch.Tensor) -> torch.Tensor:
+        """Return what an owner keeps of what belongs to its parameter: all of it."""
+        return whole
+
+    def on_whole(
+        self,
+        names: Sequence[str],
+        part_of: Callable[[str], torch.Tensor],
+        function: Callable[[torch.Tensor], torch.Tensor],
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield `function(part_of(name))` for the parameters that this process owns."""
+        for name in names:
+            if name in self.own:
+                yield name, function(part_of(name))
 
     def _is_mine(self, name: str) -> bool:
         return self.plan.owner[name] == self._world.rank

@@ -29,27 +29,39 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     return x.T if is_tall else x
 
 
-def muon_step(
+def follow(
+    gradient: torch.Tensor, momentum: torch.Tensor, *, skipped: torch.Tensor
+) -> torch.Tensor:
+    """Move the momentum, in place, and return what is to be made orthogonal.
+
+    Args:
+        gradient, momentum: fp32, a matrix or some of its rows.
+        skipped: [], 1.0 leaves everything as it is, whatever the gradient holds; no host wait.
+    """
+    gradient = torch.where(skipped > 0, torch.zeros_like(gradient), gradient)
+    momentum.lerp_(gradient, ((1.0 - MOMENTUM) * (1.0 - skipped)).to(momentum.dtype))
+    return gradient.lerp(momentum, MOMENTUM)
+
+
+def move(
     matrix: torch.Tensor,
-    gradient: torch.Tensor,
-    momentum: torch.Tensor,
+    direction: torch.Tensor,
     *,
+    longer: int,
     lr: float,
     weight_decay: float,
     skipped: torch.Tensor,
 ) -> None:
-    """Update a matrix and its momentum in place.
+    """Update a matrix in place.
 
     Args:
-        matrix, gradient, momentum: fp32, of one shape.
+        matrix: fp32, a matrix or some of its rows.
+        direction: of the same shape, orthogonal where it is whole.
+        longer: longer side of the whole matrix.
         lr: learning rate, of the size that AdamW wants.
         weight_decay: decoupled, in units of the learning rate.
-        skipped: [], 1.0 leaves everything as it is, whatever the gradient holds; no host wait.
+        skipped: as in `follow`.
     """
     kept = 1.0 - skipped
-    gradient = torch.where(skipped > 0, torch.zeros_like(gradient), gradient)
-    momentum.lerp_(gradient, ((1.0 - MOMENTUM) * kept).to(momentum.dtype))
-    direction = orthogonal(gradient.lerp(momentum, MOMENTUM))
-    size = lr * _RMS * max(matrix.shape) ** 0.5
     matrix.mul_(1.0 - lr * weight_decay * kept)
-    matrix.sub_(direction.to(matrix.dtype) * (size * kept))
+    matrix.sub_(direction.to(matrix.dtype) * (lr * _RMS * longer**0.5 * kept))

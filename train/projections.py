@@ -3,13 +3,15 @@
 Weights are fp32 masters. Outside of `Copies.in_use` a projection casts them inside the graph;
 inside, it reads copies in the compute dtype that were made once for the step, and backward adds
 each weight's gradient to the master's own with one product that sums in fp32: no gradient is
-rounded to the compute dtype, and none is stored before it is added.
+rounded to the compute dtype, and none is stored before it is added. Where the weights are shared out
+to processes (`Gathered`), they come in the compute dtype for as long as a pass needs them, and their
+gradients leave as fp32 tensors.
 
 Letters: N rows, I inputs, O outputs.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +29,7 @@ class Linear(nn.Module):
         # Of the weight, while `Copies` are in use.
         self.copy: Tensor | None = None
         self.fp8: Fp8Weight | None = None
+        self.gathered: Gathered | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Project the last dimension."""
@@ -44,6 +47,11 @@ def project(x: Tensor, *projections: Linear) -> tuple[Tensor, ...]:
         [N, O] each.
     """
     weights = [each.weight for each in projections]
+    gathered = projections[0].gathered
+    if gathered is not None:
+        return _GatheredProjections.apply(
+            x, [each in gathered.fp8 for each in projections], *weights
+        )
     copies = [each.copy for each in projections if each.copy is not None]
     if len(copies) < len(projections):
         return tuple(F.linear(x, weight.to(x.dtype)) for weight in weights)
@@ -55,6 +63,9 @@ def project_wide(x: Tensor, projections: Sequence[Linear]) -> tuple[Tensor, ...]
 
     Never in FP8: one product for all is as fast as several in FP8 and their sums.
     """
+    if projections[0].gathered is not None:
+        weights = [each.weight for each in projections]
+        return _GatheredProjections.apply(x, [False] * len(weights), *weights)
     copies = [each.copy for each in projections if each.copy is not None]
     sizes = [each.weight.shape[0] for each in projections]
     if len(copies) < len(projections):
@@ -111,6 +122,45 @@ class _WideProjection(torch.autograd.Function):
         return dx, None, *(None for _ in ctx.masters)
 
 
+class _GatheredProjections(torch.autograd.Function):
+    """Weights that may be gone between forward and backward; what FP8 makes of them is made twice."""
+
+    @staticmethod
+    def forward(ctx, x, in_fp8, *weights):
+        ctx.save_for_backward(x, *weights)
+        ctx.in_fp8 = in_fp8
+        rows = quantize_rows(x) if any(in_fp8) else None
+        return tuple(
+            F.linear(x, weight)
+            if fp8 is None
+            else product(rows, fp8.by_output, fp8.output_scale, x.dtype)
+            for weight, fp8 in zip(weights, _each_in_fp8(weights, in_fp8), strict=True)
+        )
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads):
+        x, *weights = ctx.saved_tensors
+        dx = None
+        if ctx.needs_input_grad[0]:
+            for grad, weight, fp8 in zip(
+                grads, weights, _each_in_fp8(weights, ctx.in_fp8), strict=True
+            ):
+                dx = _add_input_grad(dx, grad, weight, fp8)
+        return dx, None, *(_product(grad.t(), x) for grad in grads)
+
+
+def _each_in_fp8(weights: Sequence[Tensor], in_fp8: Sequence[bool]) -> Iterator[Fp8Weight | None]:
+    """Yield weights in FP8 one by one, None where not wanted."""
+    for weight, wanted in zip(weights, in_fp8, strict=True):
+        if not wanted:
+            yield None
+            continue
+        fp8 = Fp8Weight.empty_like(weight)
+        fp8.fill(weight)
+        yield fp8
+
+
 def _add_input_grad(dx: Tensor | None, grad: Tensor, copy: Tensor, fp8: Fp8Weight | None) -> Tensor:
     """Return dx + grad @ W, in place where there is a dx."""
     if fp8 is None:
@@ -125,6 +175,13 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total.addmm_(a.float(), b.float())
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b in fp32, not rounded in between."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
 
 
 def _neighbours(copies: Sequence[Tensor]) -> Tensor:
@@ -184,6 +241,29 @@ class Copies:
         self._flat = torch.empty(sum(sizes), dtype=dtype, device=device)
         parts = self._flat.split(sizes)
         self._copies = [p.view(w.shape) for p, w in zip(parts, weights, strict=True)]
+
+
+class Gathered:
+    """Takes the place of `Copies` where weights are shared out: whole for a while, in one dtype.
+
+    Args:
+        projections: their weights become so, for good.
+        fp8: those of them that have two of their three products in FP8.
+
+    Raises:
+        ValueError: a width of those is not a multiple of 16.
+    """
+
+    def __init__(self, projections: Sequence[Linear], fp8: Sequence[Linear] = ()) -> None:
+        for each in fp8:
+            Fp8Weight.empty_like(torch.empty(each.weight.shape, device="meta"))
+        self.fp8 = frozenset(fp8)
+        for each in projections:
+            each.gathered = self
+
+    def in_use(self, _dtype: torch.dtype) -> AbstractContextManager[None]:
+        """Do nothing: weights are in the compute dtype whenever they are there."""
+        return nullcontext()
 
 
 def _is_master(weight: Tensor, dtype: torch.dtype) -> bool:

@@ -1,4 +1,4 @@
-"""Time of a whole training step, data path and optimiser included, from a store on a RAM disk.
+"""Time of a whole training step, data path and optimiser included, from a store.
 
     python tests/benchmarks/bench_step.py --shape 8b --codec raw --steps 50
 
@@ -9,36 +9,49 @@ twice backward, the frozen head once and once, nothing recomputed. Before anythi
 gradient of one small pass is compared with that of float64 on the CPU.
 
 A step's time is that between the ends of two steps on the GPU: nothing waits in between, as in
-training.
+training. The store is in a new folder on a RAM disk, or in --folder, or at an S3 --url. With 9
+packs or more, every pack is read anew when its turn comes; --cold has a disk deliver it.
 """
 
 import argparse
-import itertools
+import gc
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from pathlib import Path
 
-import numpy as np
 import torch
 from gradient_gate import check_gradient
-from safetensors.numpy import save
+from random_store import RandomPacks, drop_from_page_cache, write_store
+from step_shapes import (
+    DEVICE,
+    DRAFT_LAYERS,
+    DTYPE,
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    LR,
+    SHAPES,
+    device_name,
+    draft_shape,
+    median_seconds,
+    moment,
+    pack_tokens,
+    peak_bytes,
+    random_drafter,
+    random_head,
+    reset_peak,
+    synchronize,
+)
 
 from dflash_offline.common.cache import open_cache
-from dflash_offline.common.calibration import CalibrationRows
-from dflash_offline.common.identity import Identity
-from dflash_offline.common.pack_arrays import as_bfloat16
-from dflash_offline.common.quantize import EncodedStates, encode_states
-from dflash_offline.common.store import LossMask, Plan, Sample, Schema
-from dflash_offline.common.store_writer import Store
 from dflash_offline.train.checkpoint import RunState
 from dflash_offline.train.config import TrainConfig
 from dflash_offline.train.distributed import World
-from dflash_offline.train.drafter import Drafter
-from dflash_offline.train.drafter_config import DrafterConfig
 from dflash_offline.train.loop import train_step
 from dflash_offline.train.mask_token import MaskToken
 from dflash_offline.train.objective import Objective, decay_gamma
@@ -46,54 +59,15 @@ from dflash_offline.train.optimizer import Optimizer
 from dflash_offline.train.order import SampleOrder, StoreSamples, StreamState
 from dflash_offline.train.phase_clock import PhaseClock
 from dflash_offline.train.setup import Setup
-from dflash_offline.train.stream import StepBuilder, Stream
-from dflash_offline.train.target_head import TargetHead
+from dflash_offline.train.stream import StepBuilder, StepInput, Stream
 
-SHAPES = {
-    "8b": (4096, 12288, 151936),
-    "27b": (5120, 17408, 248320),
-    "tiny": (256, 512, 999),  # shows that the script runs, on any machine
-}
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-LAYERS = (1, 9, 17, 25, 33)
-HEADS, KV_HEADS, HEAD_DIM, DRAFT_LAYERS = 32, 8, 128, 5
-PACK_TOKENS, DATASHEET_TFLOPS = 16384, 989e12
+DATASHEET_TFLOPS = 989e12
 
 
-def synchronize() -> None:
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def reset_peak() -> None:
-    if DEVICE.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-
-
-def peak_bytes() -> int:
-    return torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else 0
-
-
-def device_name() -> str:
-    return torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
-
-
-def moment() -> torch.cuda.Event | float:
-    """Return this moment of the device's stream, without waiting for it."""
-    if DEVICE.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def seconds_between(a: torch.cuda.Event | float, b: torch.cuda.Event | float) -> float:
-    return b - a if isinstance(a, float) else a.elapsed_time(b) / 1e3
-
-
-def parse() -> argparse.Namespace:
+def parse() -> Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["8b"])
+    parser.add_argument("--fp8", nargs="+", choices=["none", "head", "all"], default=["none"])
     parser.add_argument("--codec", default="raw")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--warmup", type=int, default=10, help="steps before those measured")
@@ -103,114 +77,46 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--anchors", type=int, default=128, help="anchors of a document")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--profile", type=Path, help="write a Chrome trace of three steps")
-    parser.add_argument("--fp8", choices=["none", "head", "all"], default="none")
     parser.add_argument("--rows-per-pass", type=int, default=16384)
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="of the store")
+    parser.add_argument("--cold", action="store_true", help="leave nothing in the page cache")
+    parser.add_argument("--url", help="of a new store on S3, in place of a folder")
+    parser.add_argument("--storage-option", action="append", default=[], help="KEY=VALUE, for S3")
     parser.add_argument("--commit", help="what to print where there is no git")
     return parser.parse_args()
 
 
-def write_store(url: Path, options: argparse.Namespace, hidden: int, vocab: int) -> None:
-    """Write packs of whole documents with normal states."""
-    rng = np.random.default_rng(0)
-    per_pack = PACK_TOKENS // options.document
-    samples = [
-        Sample(
-            id=f"random:{i}",
-            source="random",
-            licence="",
-            content_hash=str(i),
-            length=options.document,
-            supervised=options.document,
-            pack=i // per_pack,
-            start=i % per_pack * options.document,
-            held_out=False,
-        )
-        for i in range(per_pack * options.packs)
-    ]
-    plan = Plan(
-        samples=samples,
-        batches=[[list(range(p * per_pack, (p + 1) * per_pack))] for p in range(options.packs)],
-        num_packs=options.packs,
-        num_held_out_packs=0,
-        unit_packs=1,
+def with_choice(options: Namespace, **chosen: str) -> Namespace:
+    """Return options with one of the choices in place of their list."""
+    return Namespace(**vars(options) | chosen)
+
+
+def packs_of(options: Namespace) -> RandomPacks:
+    hidden, _, vocab = SHAPES[options.shape]
+    return RandomPacks(
+        codec=options.codec,
+        packs=options.packs,
+        tokens=pack_tokens(options.shape),
+        document=options.document,
+        hidden=hidden,
+        vocab=vocab,
     )
-    schema = Schema(
-        layers=LAYERS, hidden=hidden, vocab_size=vocab, pack_tokens=PACK_TOKENS, codec=options.codec
-    )
-    mask = np.full(options.document, LossMask.ASSISTANT, np.uint8)
-    with Store.create_or_resume(
-        str(url),
-        schema=schema,
-        identity=Identity(target={}, store={}, plan={}),
-        plan=plan,
-        tokens=[rng.integers(0, vocab - 1, s.length).astype(np.int32) for s in samples],
-        masks=[mask] * len(samples),
-        target_files={"config.json": b"{}", "tensors.safetensors": save({"norm.weight": mask})},
-        options={},
-    ) as store:
-        shape = (len(LAYERS), PACK_TOKENS, hidden)
-        if schema.codec.startswith("int"):
-            calibrate(store, shape)
-        for pack in range(options.packs):
-            store.commit_pack(pack, coded(store, random_states(shape, pack), options.document))
 
 
-def random_states(shape: tuple[int, ...], seed: int) -> np.ndarray:
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    states = torch.randn(shape, generator=generator, device=DEVICE, dtype=torch.bfloat16)
-    return states.view(torch.int16).cpu().numpy().view(np.uint16)
-
-
-def coded(store: Store, states: np.ndarray, document: int) -> np.ndarray | EncodedStates:
-    """Encode states where the store holds codes; on the device, as an extraction does."""
-    if store.calibration is None:
-        return states
-    is_first = torch.arange(states.shape[1], device=DEVICE) % document == 0
-    calibration = store.calibration.to(DEVICE)
-    return encode_states(as_bfloat16(states).to(DEVICE), None, is_first, calibration).to("cpu")
-
-
-def calibrate(store: Store, shape: tuple[int, ...]) -> None:
-    rows = CalibrationRows()
-    for seed in range(64):
-        rows.add(as_bfloat16(random_states((shape[0], 128, shape[2]), 100 + seed)))
-    store.write_calibration(rows.fit(store.schema.codec), {})
-
-
-def make_setup(options: argparse.Namespace, url: Path) -> Setup:
-    hidden, intermediate, vocab = SHAPES[options.shape]
-    torch.manual_seed(0)
-    embed, weight = (
-        torch.randn(vocab, hidden, device=DEVICE, dtype=torch.bfloat16) * hidden**-0.5
-        for _ in range(2)
-    )
-    shape = DrafterConfig(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=DRAFT_LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        vocab_size=vocab,
-        rope_theta=1e6,
-        block_size=options.block_size,
-        mask_token_id=vocab - 1,
-        target_layer_ids=LAYERS,
-        num_target_layers=36,
-    )
-    cache = open_cache(str(url))
-    per_pack = PACK_TOKENS // options.document
+def make_setup(options: Namespace, url: str) -> Setup:
+    shape = draft_shape(options.shape, options.block_size)
+    cache = open_cache(url, storage_options=options.storage_option)
     config = TrainConfig(
-        cache=(str(url),),
-        out=url / "out",
+        cache=(url,),
+        out=Path("unused"),
         num_anchors=options.anchors,
         rows_per_pass=options.rows_per_pass,
-        samples_per_step=per_pack * options.packs_per_step,
+        samples_per_step=packs_of(options).documents_of_a_pack * options.packs_per_step,
         num_steps=options.steps + options.warmup,
     )
     wanted = cache.training_samples
     samples = StoreSamples(indices=wanted, packs=cache.plan.column("pack")[wanted])
-    head, drafter = TargetHead(embed=embed, weight=weight), new_drafter(shape)
+    head, drafter = random_head(options.shape), random_drafter(shape)
     if options.fp8 != "none":
         head = head.with_fp8()
     if options.fp8 == "all":
@@ -219,12 +125,12 @@ def make_setup(options: argparse.Namespace, url: Path) -> Setup:
         config=config,
         world=World(),
         device=DEVICE,
-        dtype=torch.bfloat16,
+        dtype=DTYPE,
         caches=[cache],
         wanted=[wanted],
         head=head,
         drafter=drafter,
-        mask_token=MaskToken(id=vocab - 1, reason="last row"),
+        mask_token=MaskToken(id=shape.mask_token_id, reason="last row"),
         objective=Objective(loss="decay", gamma=decay_gamma(options.block_size)),
         order=SampleOrder([samples], 0),
         num_steps=config.num_steps,
@@ -234,20 +140,10 @@ def make_setup(options: argparse.Namespace, url: Path) -> Setup:
     )
 
 
-def new_drafter(shape: DrafterConfig) -> Drafter:
-    """Draw weights on the device, which takes seconds less than `Drafter.initialise`."""
-    with torch.device(DEVICE):
-        drafter = Drafter(shape)
-    for parameter in drafter.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=shape.initializer_range)
-    return drafter
-
-
-def step_flops(options: argparse.Namespace) -> float:
+def step_flops(options: Namespace) -> float:
     """Return the model FLOPs of one step."""
     hidden, intermediate, vocab = SHAPES[options.shape]
-    documents = PACK_TOKENS // options.document * options.packs_per_step
+    documents = packs_of(options).documents_of_a_pack * options.packs_per_step
     tokens, anchors = documents * options.document, documents * options.anchors
     rows = anchors * options.block_size
     labelled = anchors * (options.block_size - 1)
@@ -263,14 +159,14 @@ def step_flops(options: argparse.Namespace) -> float:
     return trunk + head + context + attention
 
 
-def measure(setup: Setup, options: argparse.Namespace) -> None:
+def measure(setup: Setup, options: Namespace) -> None:
     optimizer = Optimizer(setup.drafter, weight_decay=0.0, betas=(0.9, 0.95))
     setup.warm_up()
     builder = StepBuilder(setup.caches, setup.stream_options, setup.wanted)
     stream = Stream(
         setup.order, builder, state=StreamState(), samples_per_step=setup.samples_of_steps()
     )
-    clock, ends, given = PhaseClock(setup.device), [], None
+    clock, ends, read = PhaseClock(setup.device), [], 0.0
     with stream:
         for step in range(options.steps + options.warmup):
             if step == options.warmup:
@@ -280,31 +176,34 @@ def measure(setup: Setup, options: argparse.Namespace) -> None:
                 ends.append(moment())
                 began, waited = time.perf_counter(), stream.wait_s
             given = stream.next()
-            totals, _norm, _skipped = train_step(setup, optimizer, given, lr=1e-4, clock=clock)
+            totals, _norm, _skipped = train_step(setup, optimizer, given, lr=LR, clock=clock)
             if step >= options.warmup:
                 ends.append(moment())
+                read += given.num_bytes
         synchronize()
         total, wait = time.perf_counter() - began, stream.wait_s - waited
-    assert given is not None
-    times = [seconds_between(a, b) for a, b in itertools.pairwise(ends)]
-    median = statistics.median(times)
-    flops = step_flops(options)
-    tokens = PACK_TOKENS * options.packs_per_step
-    loss = (totals[0] / totals[1]).item()
+    show(options, given, median_seconds(ends), loss=(totals[0] / totals[1]).item())
     print(
-        f"{options.shape} {options.codec} fp8 {options.fp8}: {1e3 * median:.1f} ms a step "
-        f"(median of {len(times)}), "
-        f"{flops / 1e12:.0f} TFLOP, {flops / median / 1e12:.0f} TFLOP/s "
-        f"({flops / median / DATASHEET_TFLOPS:.1%} of the datasheet), "
-        f"{tokens / median:,.0f} context tokens/s, "
-        f"{given.num_rows / median:,.0f} supervised rows/s, "
-        f"peak {peak_bytes() / 1e9:.1f} GB, "
-        f"data wait {wait / total:.1%}, mean {1e3 * total / len(times):.1f} ms, loss {loss:.3f}"
+        f"data wait {wait / total:.1%}, {read / total / 1e9:.2f} GB/s read, "
+        f"mean {1e3 * total / options.steps:.1f} ms, of which",
+        {name: f"{1e3 * value / options.steps:.1f} ms" for name, value in clock.take().items()},
+        flush=True,
     )
-    seconds = clock.take()
-    print({name: f"{1e3 * value / len(times):.1f} ms" for name, value in seconds.items() if value})
     if options.profile:
         profile(setup, optimizer, options.profile)
+
+
+def show(options: Namespace, given: StepInput, median: float, *, loss: float) -> None:
+    flops = step_flops(options)
+    print(
+        f"{options.shape} {options.codec} fp8 {options.fp8}: {1e3 * median:.1f} ms a step "
+        f"(median of {options.steps}), "
+        f"{flops / 1e12:.0f} TFLOP, {flops / median / 1e12:.0f} TFLOP/s "
+        f"({flops / median / DATASHEET_TFLOPS:.1%} of the datasheet), "
+        f"{given.num_tokens / median:,.0f} context tokens/s, "
+        f"{given.num_rows / median:,.0f} supervised rows/s, "
+        f"peak {peak_bytes() / 1e9:.1f} GB, loss {loss:.3f}"
+    )
 
 
 def profile(setup: Setup, optimizer: Optimizer, path: Path) -> None:
@@ -315,7 +214,7 @@ def profile(setup: Setup, optimizer: Optimizer, path: Path) -> None:
     given = builder.build(draws, state)
     with torch.profiler.profile() as trace:
         for _ in range(3):
-            train_step(setup, optimizer, given, lr=1e-4, clock=clock)
+            train_step(setup, optimizer, given, lr=LR, clock=clock)
         synchronize()
     print(
         trace.key_averages().table(
@@ -325,9 +224,23 @@ def profile(setup: Setup, optimizer: Optimizer, path: Path) -> None:
     trace.export_chrome_trace(str(path))
 
 
+def run(options: Namespace, folder: Path) -> None:
+    """Time the shape with each of the FP8 choices, from one store."""
+    url = options.url or str(folder / f"store-{options.shape}")
+    began = time.perf_counter()
+    write_store(url, packs_of(options), options.storage_option)
+    print(f"store written in {time.perf_counter() - began:.1f} s", flush=True)
+    for fp8 in options.fp8:
+        if options.cold:
+            drop_from_page_cache(folder)
+        case = with_choice(options, fp8=fp8)
+        measure(make_setup(case, url), case)
+        gc.collect()
+    shutil.rmtree(folder / f"store-{options.shape}", ignore_errors=True)
+
+
 def main() -> None:
     options = parse()
-    hidden, _, vocab = SHAPES[options.shape]
     command = ["git", "rev-parse", "--short", "HEAD"]
     commit = options.commit or subprocess.run(command, capture_output=True, text=True).stdout
     print(
@@ -335,14 +248,9 @@ def main() -> None:
         f"{sys.version.split()[0]}, commit {commit.strip() or 'unknown'}"
     )
     check_gradient(DEVICE)
-    folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
-    try:
-        began = time.perf_counter()
-        write_store(folder / "store", options, hidden, vocab)
-        print(f"store written in {time.perf_counter() - began:.1f} s")
-        measure(make_setup(options, folder / "store"), options)
-    finally:
-        shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        for shape in options.shape:
+            run(with_choice(options, shape=shape), Path(folder))
 
 
 if __name__ == "__main__":
