@@ -135,11 +135,20 @@ def _choose(logits: torch.Tensor, draws: torch.Tensor, sampling: Sampling) -> to
     if sampling.temperature == 0:
         return logits.argmax(dim=1)
     probabilities = (logits.double() / sampling.temperature).softmax(dim=1)
+    if sampling.top_p == 1.0:
+        # Any order gives the same distribution, and sorting a vocabulary is the slowest part.
+        return _drawn(probabilities, draws)
     ordered, tokens = probabilities.sort(dim=1, descending=True, stable=True)
     before = ordered.cumsum(dim=1) - ordered
     # The first token always stays: nothing stands before it.
-    ordered = ordered.masked_fill(before >= sampling.top_p, 0.0)
-    cumulative = ordered.cumsum(dim=1)
-    place = torch.searchsorted(cumulative, (draws[:, None] * cumulative[:, -1:]), right=True)
-    place = place.clamp_max((ordered > 0).sum(dim=1, keepdim=True) - 1)
-    return tokens.gather(1, place)[:, 0]
+    place = _drawn(ordered.masked_fill(before >= sampling.top_p, 0.0), draws)
+    return tokens.gather(1, place[:, None])[:, 0]
+
+
+def _drawn(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    """Return the column of weights [B, V] that each of the draws [B] in [0, 1) falls on."""
+    cumulative = weights.cumsum(dim=1)
+    total = cumulative[:, -1:]
+    # A product that rounds up to the total would fall behind the last column with any weight.
+    wanted = torch.minimum(draws[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, wanted, right=True)[:, 0]

@@ -79,9 +79,13 @@ def test_sampling_follows_the_distribution():
         torch.testing.assert_close(found, torch.tensor(expected), rtol=0, atol=0.011)
     certain = Sampling(max_new_tokens=1, temperature=1.0, top_p=1e-9)
     assert (_choose(logits, draws, certain) == 1).all()
-    # Draws at both ends of their range stay inside the table.
+    # Draws at both ends of their range stay among the tokens that have any probability.
     ends = torch.tensor([0.0, np.nextafter(1.0, 0.0)], dtype=torch.float64)
-    assert _choose(logits[:2], ends, Sampling(max_new_tokens=1, temperature=1.0)).tolist() == [1, 0]
+    edges = torch.full((2, 6), -torch.inf)
+    edges[:, 1:5] = logits[:2]
+    for top_p, expected in ((1.0, [1, 4]), (0.8, [2, 4]), (0.7, [2, 3])):
+        sampling = Sampling(max_new_tokens=1, temperature=1.0, top_p=top_p)
+        assert _choose(edges, ends, sampling).tolist() == expected
 
 
 @pytest.fixture
