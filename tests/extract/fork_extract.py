@@ -20,7 +20,7 @@ import transformers.models.qwen3.modeling_qwen3
 from forking import fork
 
 from dflash_offline.common import launch
-from dflash_offline.extract import run
+from dflash_offline.extract import corpus, planning, row_journal, run
 from dflash_offline.extract.cli import main as command
 
 PRELOADED = (transformers.models.qwen3.modeling_qwen3, run)
@@ -86,6 +86,10 @@ def run_command(arguments: list[str], log: str) -> None:
     """Be `dflash-extract`."""
     os.setsid()
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    if "--plan-only" in arguments:
+        # A small corpus is many segments, and this process does all of it.
+        corpus._FIRST_ROWS, row_journal._SEGMENT_ROWS = 16, 32
+        planning.num_cores = lambda: 1
     num_workers = int(arguments[arguments.index("--gpus") + 1])
     workers = [Worker() for _ in range(num_workers if num_workers > 1 else 0)]
     free = iter(workers)

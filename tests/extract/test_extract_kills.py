@@ -1,7 +1,7 @@
-"""kill -9 of `dflash-extract` with two workers between its first and last commit, again and again.
+"""kill -9 of `dflash-extract`: while it plans, and while two workers commit packs.
 
-`--kills N` sets the number; by default two. The launcher is hit, or either worker, or all at once,
-and the last run of a store has another number of workers.
+`--kills N` sets the number of each; by default two or three. With workers the launcher is hit, or
+either of them, or all at once, and the last run of a store has another number of workers.
 """
 
 import json
@@ -13,6 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import click
@@ -76,11 +77,17 @@ class Commands:
             time.sleep(0.01)
 
 
-@pytest.fixture
-def commands(tmp_path: Path) -> Iterator[Commands]:
+@contextmanager
+def running_commands(tmp_path: Path) -> Iterator[Commands]:
     started = Commands(tmp_path / "log")
     yield started
     started.process.communicate()
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Iterator[Commands]:
+    with running_commands(tmp_path) as started:
+        yield started
 
 
 def is_running(pid: int) -> bool:
@@ -148,3 +155,60 @@ def test_killed_extractions_go_on(make_target, write_corpus, request, run, tmp_p
         assert len(check_same(store, whole)) == num_packs
         assert run(cache_command, "verify", "--deep", store) == 0
     click.echo(f"kills of {dict(done)} in {rounds} stores of {num_packs} packs")
+
+
+def segments(cache: Path) -> dict[str, int]:
+    """Tokens that planning has kept: a segment's path and when it was written."""
+    found = {}
+    for path in cache.rglob("planning/*/*/0*"):
+        with suppress(FileNotFoundError):
+            found[str(path)] = path.stat().st_mtime_ns
+    return found
+
+
+def planned(store: Path) -> dict[str, bytes]:
+    """Everything of a store but its log, its lock and what names its own address."""
+    files = {p.relative_to(store).as_posix(): p for p in store.rglob("*") if p.is_file()}
+    own = ("logs/", ".owner", "zarr.json", "manifest.json")
+    return {name: p.read_bytes() for name, p in files.items() if not name.startswith(own)}
+
+
+def test_killed_plans_are_those_of_one_run(
+    make_target, write_corpus, request, tmp_path, monkeypatch
+):
+    """Killed while rows are tokenised, or when the plan is being written."""
+    kills = request.config.getoption("--kills") or 3
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    args = ("--target", make_target("qwen3"), "--data", write_corpus(600), *SMALL, "--plan-only")
+    with running_commands(tmp_path) as commands:
+        commands.start(*args, "--out", tmp_path / "whole", "--gpus", 1)
+        assert commands.answer() == 0, commands.log.read_text()
+        wanted = planned(tmp_path / "whole")
+        rng, done, rounds, went_on = random.Random(kills), 0, 0, 0
+        while done < kills:
+            store, rounds, code = tmp_path / f"round-{rounds}", rounds + 1, -signal.SIGKILL
+            while code:
+                before = segments(cache)
+                commands.start(*args, "--out", store, "--gpus", 1)
+                is_writing = rng.random() < 0.3
+                target = len(before) + rng.randrange(1, 6)
+                while is_running(commands.pid):
+                    ready = store.exists() if is_writing else len(segments(cache)) >= target
+                    if ready and done < kills:
+                        time.sleep(rng.uniform(0, 0.03))
+                        with suppress(ProcessLookupError):
+                            os.kill(commands.pid, signal.SIGKILL)
+                        break
+                    time.sleep(0.002)
+                code = commands.answer()
+                assert code in (0, -signal.SIGKILL), commands.log.read_text()
+                went_on += "tokenised by an earlier run" in commands.log.read_text()
+                if code:
+                    done += 1
+                    after = segments(cache)
+                    assert before.items() <= after.items() or (store / "manifest.json").exists()
+            assert planned(store) == wanted
+            assert not segments(cache)
+    assert went_on
+    click.echo(f"{done} kills in {rounds} stores, of which {went_on} runs went on")
