@@ -82,6 +82,10 @@ def peak_bytes() -> int:
     return torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else 0
 
 
+def allocated_bytes() -> int:
+    return torch.cuda.memory_allocated() if DEVICE.type == "cuda" else 0
+
+
 def device_name() -> str:
     return torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
 

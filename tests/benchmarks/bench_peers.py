@@ -1,0 +1,266 @@
+"""Time and memory of a training step against other DFlash trainers, in one run.
+
+    python tests/benchmarks/bench_peers.py --shape 8b
+
+Two comparisons: forward and backward with bf16 weights and no optimiser, and the whole step with
+fp32 masters and AdamW. All train on the same weights, random states and tokens, and anchors; every
+token is supervised, and blocks end inside their document. Shapes are those of bench_step.py. The
+weighted sum of cross-entropies of each first step must agree with ours before the step is timed. A
+step's time is between the ends of two steps on the GPU. Ours copies the states of every step from
+page-locked memory, beside the step; the peers' are on the GPU. See peers.py for their settings.
+
+In FP8, ours has fp32 masters in both comparisons: it makes its copies from them.
+"""
+
+import argparse
+import gc
+import itertools
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+
+import numpy as np
+import torch
+import transformers
+import triton
+from gradient_gate import check_gradient
+from peers import PEERS, Case, Contender
+from step_shapes import (
+    DEVICE,
+    DTYPE,
+    LAYERS,
+    LR,
+    SHAPES,
+    allocated_bytes,
+    device_name,
+    draft_shape,
+    median_seconds,
+    moment,
+    pack_tokens,
+    peak_bytes,
+    random_head,
+    reset_peak,
+    synchronize,
+)
+from torch import Tensor
+
+from dflash_offline.kernels.block_attention import table_sizes
+from dflash_offline.kernels.coded_states import CodedStates
+from dflash_offline.train.anchors import AnchoredDocument
+from dflash_offline.train.drafter import Drafter
+from dflash_offline.train.objective import Objective, decay_gamma
+from dflash_offline.train.optimizer import Optimizer
+from dflash_offline.train.step import accumulate
+from dflash_offline.train.stream import LoadedDocument, PassInput, StreamOptions, assemble
+
+# How far a first loss may be from ours, relative; FP8 is another arithmetic.
+_AGREES, _FP8_AGREES = (2e-3, 2e-2) if DEVICE.type == "cuda" else (1e-4, 1e-4)
+_PACKAGES = ("specforge", "speculators", "liger-kernel")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--document", type=int, default=2048, help="tokens of a document")
+    parser.add_argument("--anchors", type=int, default=128, help="anchors of a document")
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--commit", help="what to print where there is no git")
+    return parser.parse_args()
+
+
+def make_case(options: argparse.Namespace) -> Case:
+    shape, length = draft_shape(options.shape, options.block_size), options.document
+    documents, rng = pack_tokens(options.shape) // length, np.random.default_rng(0)
+    generator = torch.Generator(DEVICE).manual_seed(2)
+    states = torch.randn(
+        (len(LAYERS), documents * length, shape.hidden_size),
+        generator=generator,
+        device=DEVICE,
+        dtype=torch.bfloat16,
+    )
+    # The last token a block may start at is such that all its slots have a label.
+    possible = length - options.block_size + 1
+    return Case(
+        shape=shape,
+        head=random_head(options.shape),
+        tokens=rng.integers(0, shape.vocab_size - 1, (documents, length)).astype(np.int32),
+        states=states.cpu(),
+        anchors=np.stack(
+            [
+                np.sort(rng.choice(possible, options.anchors, replace=False))
+                for _ in range(documents)
+            ]
+        ),
+        gamma=decay_gamma(options.block_size),
+    )
+
+
+def ours(case: Case, *, whole: bool, fp8: bool) -> Contender:
+    with torch.device(DEVICE):
+        drafter = Drafter(case.shape)
+    drafter.load_state_dict(case.weights())
+    head, given = case.head, our_pass(case)
+    objective = Objective(loss="decay", gamma=case.gamma)
+    if fp8:
+        drafter.use_fp8()
+        head = head.with_fp8()
+    elif not whole:
+        drafter.to(DTYPE)
+    optimizer = Optimizer(drafter, weight_decay=0.0, betas=(0.9, 0.95)) if whole else None
+    sums = [torch.zeros_like(each) for each in drafter.parameters()] if fp8 else []
+
+    def step() -> Tensor:
+        if optimizer is not None:
+            optimizer.zero_grad()
+        else:
+            for total in sums:
+                total.zero_()
+            for parameter, total in itertools.zip_longest(drafter.parameters(), sums):
+                parameter.grad = total
+        totals = accumulate(drafter, head, objective, [given])
+        if optimizer is not None:
+            optimizer.step(lr=LR, weight_sum=totals[1], clip=1.0)
+        return totals[0]
+
+    return Contender("ours, FP8" if fp8 else "ours", step)
+
+
+def our_pass(case: Case) -> PassInput:
+    length = case.tokens.shape[1]
+    queries = torch.empty(
+        1, case.shape.num_attention_heads, case.shape.head_dim, dtype=DTYPE, device=DEVICE
+    )
+    is_cuda = DEVICE.type == "cuda"
+    options = StreamOptions(
+        layout=case.shape.layout,
+        layers=LAYERS,
+        num_anchors=case.anchors.shape[1],
+        rows_per_pass=case.anchors.size * case.shape.block_size,
+        seed=0,
+        dtype=DTYPE,
+        pinned=is_cuda,
+        table_sizes=table_sizes(
+            queries,
+            num_kv_heads=case.shape.num_key_value_heads,
+            block_size=case.shape.block_size,
+        )
+        if is_cuda
+        else {},
+    )
+    documents = [
+        LoadedDocument(
+            anchored=AnchoredDocument(
+                tokens=tokens, supervised=np.ones(length, bool), anchors=anchors
+            ),
+            features=CodedStates(codec="raw", values=states),
+        )
+        for tokens, anchors, states in zip(
+            case.tokens, case.anchors, case.states.split(length, dim=1), strict=True
+        )
+    ]
+    return assemble(documents, options)
+
+
+def measure(
+    make: Callable[..., Contender],
+    case: Case,
+    options: argparse.Namespace,
+    *,
+    whole: bool,
+    expected: float | None,
+) -> tuple[float, float, int]:
+    """Check a contender's first loss, time its steps, print a line.
+
+    Args:
+        expected: our loss; None for ours.
+
+    Returns:
+        Its loss, the seconds of a step, and the most bytes held in one.
+    """
+    gc.collect()
+    if DEVICE.type == "cuda":
+        torch.cuda.empty_cache()
+    held = allocated_bytes()
+    contender = make(case, whole=whole)
+    began = time.perf_counter()
+    loss = contender.step().item()
+    first = time.perf_counter() - began
+    apart = 0.0 if expected is None else abs(loss / expected - 1)
+    line = f"{contender.name}: loss {loss:.4f}, {apart:.1e} from ours"
+    bound = _FP8_AGREES if "FP8" in contender.name else _AGREES
+    assert apart <= bound, f"{line}; not timed"
+    reset_peak()
+    ends = []
+    for step in range(options.warmup + options.steps + 1):
+        if step >= options.warmup:
+            ends.append(moment())
+        contender.step()
+    synchronize()
+    seconds, peak = median_seconds(ends), peak_bytes()
+    print(
+        f"{line}; {1e3 * seconds:.1f} ms (median of {options.steps}), "
+        f"{case.num_rows / seconds:,.0f} supervised rows/s, peak {peak / 1e9:.1f} GB "
+        f"({held / 1e9:.1f} before); first step {first:.0f} s",
+        flush=True,
+    )
+    return loss, seconds, peak
+
+
+def compare(case: Case, options: argparse.Namespace, *, whole: bool) -> None:
+    kind = "whole step, fp32 masters and AdamW" if whole else "forward and backward, bf16 weights"
+    print(f"{options.shape}, {kind}", flush=True)
+
+    def run(make: Callable[..., Contender], expected: float | None) -> tuple[float, float, int]:
+        return measure(make, case, options, whole=whole, expected=expected)
+
+    choices = (False, True) if DEVICE.type == "cuda" else (False,)
+    mine = {}
+    for fp8 in choices:
+        expected = mine[False][0] if fp8 else None
+        mine[fp8] = run(lambda case, *, whole, fp8=fp8: ours(case, whole=whole, fp8=fp8), expected)
+    theirs = {}
+    for name in options.peers:
+        try:
+            theirs[name] = run(PEERS[name], mine[False][0])
+        except (RuntimeError, ImportError) as problem:
+            print(f"{name} does not run: {type(problem).__name__}: {str(problem)[:600]}")
+    if not theirs:
+        return
+    best = min(theirs, key=lambda name: theirs[name][1])
+    for fp8, (_, seconds, peak) in mine.items():
+        print(
+            f"{'FP8' if fp8 else 'exact'}: {theirs[best][1] / seconds:.2f} x the rows/s of {best}, "
+            f"{peak / theirs[best][2] if peak else 1:.2f} x its memory",
+            flush=True,
+        )
+
+
+def installed(package: str) -> str:
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return f"no {package}"
+
+
+def main() -> None:
+    options = parse()
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    commit = options.commit or subprocess.run(command, capture_output=True, text=True).stdout
+    print(
+        f"{device_name()}, torch {torch.__version__}, triton {triton.__version__}, transformers "
+        f"{transformers.__version__}, Python {sys.version.split()[0]}, "
+        f"{', '.join(map(installed, _PACKAGES))}, commit {commit.strip() or 'unknown'}"
+    )
+    check_gradient(DEVICE)
+    case = make_case(options)
+    for whole in (False, True):
+        compare(case, options, whole=whole)
+
+
+if __name__ == "__main__":
+    main()
