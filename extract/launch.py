@@ -22,8 +22,11 @@ def extract(config: ExtractConfig) -> None:
     if place is not None:
         refuse_gpus(config.gpus)
     num_workers = count_workers(config.gpus, on_cpu=False) if place is None else place.size
-    check_group_size(config.tp, num_workers)
-    if place is None and num_workers > 1 and not (config.dry_run or config.plan_only):
+    # One process plans and estimates, whatever will share the target then.
+    is_alone = config.dry_run or config.plan_only
+    if not is_alone:
+        check_group_size(config.tp, num_workers)
+    if place is None and num_workers > 1 and not is_alone:
         job = Job(
             command="dflash-extract",
             run="dflash_offline.extract.run:work",

@@ -24,6 +24,7 @@ from dflash_offline.common.store import Plan, Schema
 from dflash_offline.common.target import load_config, load_tokenizer
 from dflash_offline.extract import conversations, corpus, row_journal, rows
 from dflash_offline.extract.config import ExtractConfig
+from dflash_offline.extract.corpus import CorpusReader
 from dflash_offline.extract.fast_path import check_fast_path
 from dflash_offline.extract.memory_model import (
     MemoryModel,
@@ -79,7 +80,7 @@ class Prepared:
     tokenizer: PreTrainedTokenizerBase
     chat: ChatOptions
     schema: Schema
-    reader: corpus.CorpusReader
+    reader: CorpusReader
     plan_options: PlanOptions
     max_length: int
     dtype: torch.dtype
@@ -133,7 +134,7 @@ def prepare(config: ExtractConfig, device: torch.device) -> Prepared:
             codec=config.codec,
             teacher=config.teacher,
         ),
-        reader=corpus.CorpusReader(
+        reader=CorpusReader(
             tokenizer=tokenizer,
             options=chat_options,
             vocab_size=target_config.vocab_size,
@@ -236,8 +237,14 @@ def refuse_small_memory(memory: MemoryModel, batch_tokens: int, device: torch.de
 
 
 def _workers_here(config: ExtractConfig) -> int:
-    """Return the workers of this machine: those of an outer launcher, or our own."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or count_workers(config.gpus, on_cpu=False)
+    """Return the workers of this machine: those of an outer launcher, or our own.
+
+    What is only planned or estimated may run elsewhere: then there is at least one group.
+    """
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or count_workers(config.gpus, on_cpu=False)
+    if config.dry_run or config.plan_only:
+        return max(1, here // config.tp) * config.tp
+    return here
 
 
 def _plan_fields(config: ExtractConfig, plan: Plan, max_length: int) -> dict[str, Scalar]:

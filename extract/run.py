@@ -84,6 +84,11 @@ def _lead(config: ExtractConfig, crew: Crew, stop: StopRequest, device: torch.de
     if config.dry_run:
         console.print(dry_run(config, device))
         return
+    if config.plan_only and config.dtype == "auto" and device.type == "cpu":
+        console.print(
+            "warning: without a GPU --dtype auto is float32, and a plan keeps it; for states made "
+            "on GPUs plan with --dtype bfloat16"
+        )
     planned = plan_extraction(config, device)
     console.print(plan_sentence(planned))
     blobs = blobs_at(config.out, config.storage_option)
@@ -165,13 +170,13 @@ def _load(
     config: ExtractConfig, crew: Crew, stop: StopRequest, device: torch.device
 ) -> tuple[TensorGroup, Target]:
     """Return the target, and the workers that this one shares it with."""
-    # A plan is made by one worker alone.
-    size = config.tp if crew.place.size > 1 else 1
+    # A plan is made by one worker alone, whose GPU may not hold a target that others share.
+    size = 1 if config.plan_only else config.tp
     group = TensorGroup(crew.place, size, stop, store=crew.meeting("targets"), device=device)
     target = load_target(
         config.target,
         dtype=resolve_dtype(config.dtype, device),
-        device=device,
+        device="cpu" if config.plan_only else device,
         revision=config.target_revision,
         head=config.teacher.startswith("topk"),
         trust_remote_code=config.trust_remote_code,

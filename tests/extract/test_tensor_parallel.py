@@ -49,6 +49,21 @@ def test_refused_number_of_processes() -> None:
         check_group_size(2, 3)
 
 
+def test_planned_and_estimated_by_one_process(make_target, write_corpus, run, tmp_path, capsys):
+    """The group need not be here, but a run needs it."""
+    args = ("--target", make_target("qwen3"), "--data", write_corpus(9), "--out", tmp_path / "s")
+    args += ("--layers", "0,1", "--pack-tokens", 256, "--batch-tokens", 512, "--tp", 2)
+    assert run(extract_command, *args, "--dry-run") == 0
+    text = " ".join(capsys.readouterr().err.split())
+    assert "tokens/s of 2 cpu" in text
+    assert not (tmp_path / "s").exists()
+    assert run(extract_command, *args, "--plan-only") == 0
+    assert "plan with --dtype bfloat16" in " ".join(capsys.readouterr().err.split())
+    assert (tmp_path / "s" / "manifest.json").exists()
+    assert run(extract_command, *args) == 2
+    assert "--tp 2 cannot be had with 1 worker" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3.5-hybrid"])
 def test_states_are_those_of_one_process(family, make_target, write_corpus, run, tmp_path):
