@@ -1,7 +1,18 @@
 """Marks of the kernel tests; tests/conftest.py turns Triton's interpreter on without a device."""
 
+import importlib
+from pathlib import Path
+from types import ModuleType
+
 import pytest
 import torch
+
+
+@pytest.fixture
+def gluon(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module that runs kernels of Triton's lower language on the CPU."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    return importlib.import_module("gluon_on_cpu")
 
 
 def pytest_collection_modifyitems(items):
