@@ -9,17 +9,25 @@ weighted sum of cross-entropies of each first step must agree with ours before t
 step's time is between the ends of two steps on the GPU. Ours copies the states of every step from
 page-locked memory, beside the step; the peers' are on the GPU. See peers.py for their settings.
 
-In FP8, ours has fp32 masters in both comparisons: it makes its copies from them.
+In FP8, ours has fp32 masters in both comparisons: it makes its copies from them. The whole step is
+measured for the fastest settings of each peer only.
+
+Runs that share a file of --turns compile, in the first comparison, at the same time, and are timed
+one by one.
 """
 
 import argparse
+import fcntl
 import gc
 import itertools
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -69,6 +77,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--document", type=int, default=2048, help="tokens of a document")
     parser.add_argument("--anchors", type=int, default=128, help="anchors of a document")
     parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--turns", type=Path, help="a file that runs on one GPU share")
     parser.add_argument("--commit", help="what to print where there is no git")
     return parser.parse_args()
 
@@ -188,7 +197,8 @@ def measure(
     held = allocated_bytes()
     contender = make(case, whole=whole)
     began = time.perf_counter()
-    loss = contender.step().item()
+    with turn(options.turns, alone=whole):
+        loss = contender.step().item()
     first = time.perf_counter() - began
     apart = 0.0 if expected is None else abs(loss / expected - 1)
     line = f"{contender.name}: loss {loss:.4f}, {apart:.1e} from ours"
@@ -196,11 +206,12 @@ def measure(
     assert apart <= bound, f"{line}; not timed"
     reset_peak()
     ends = []
-    for step in range(options.warmup + options.steps + 1):
-        if step >= options.warmup:
-            ends.append(moment())
-        contender.step()
-    synchronize()
+    with turn(options.turns, alone=True):
+        for step in range(options.warmup + options.steps + 1):
+            if step >= options.warmup:
+                ends.append(moment())
+            contender.step()
+        synchronize()
     seconds, peak = median_seconds(ends), peak_bytes()
     print(
         f"{line}; {1e3 * seconds:.1f} ms (median of {options.steps}), "
@@ -211,33 +222,52 @@ def measure(
     return loss, seconds, peak
 
 
-def compare(case: Case, options: argparse.Namespace, *, whole: bool) -> None:
+@contextmanager
+def turn(file: Path | None, *, alone: bool) -> Iterator[None]:
+    """Wait until no other run is being timed, or, to be timed, until none does anything."""
+    if file is None:
+        yield
+        return
+    with file.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
+
+
+def compare(
+    case: Case, options: argparse.Namespace, peers: list[str], *, whole: bool
+) -> dict[str, float]:
+    """Time ours and peers; returns the seconds of those that run."""
     kind = "whole step, fp32 masters and AdamW" if whole else "forward and backward, bf16 weights"
     print(f"{options.shape}, {kind}", flush=True)
 
     def run(make: Callable[..., Contender], expected: float | None) -> tuple[float, float, int]:
         return measure(make, case, options, whole=whole, expected=expected)
 
-    choices = (False, True) if DEVICE.type == "cuda" else (False,)
-    mine = {}
-    for fp8 in choices:
-        expected = mine[False][0] if fp8 else None
-        mine[fp8] = run(lambda case, *, whole, fp8=fp8: ours(case, whole=whole, fp8=fp8), expected)
+    mine = {"exact": run(partial(ours, fp8=False), None)}
+    if DEVICE.type == "cuda":
+        mine["FP8"] = run(partial(ours, fp8=True), mine["exact"][0])
     theirs = {}
-    for name in options.peers:
+    for name in peers:
         try:
-            theirs[name] = run(PEERS[name], mine[False][0])
+            theirs[name] = run(PEERS[name], mine["exact"][0])
         except (RuntimeError, ImportError) as problem:
             print(f"{name} does not run: {type(problem).__name__}: {str(problem)[:600]}")
-    if not theirs:
-        return
-    best = min(theirs, key=lambda name: theirs[name][1])
-    for fp8, (_, seconds, peak) in mine.items():
+    best = min(theirs, key=lambda name: theirs[name][1], default=None)
+    for kind, (_, seconds, peak) in mine.items() if best else ():
         print(
-            f"{'FP8' if fp8 else 'exact'}: {theirs[best][1] / seconds:.2f} x the rows/s of {best}, "
-            f"{peak / theirs[best][2] if peak else 1:.2f} x its memory",
+            f"{kind}: {theirs[best][1] / seconds:.2f} x the rows/s of {best}, "
+            f"{peak / max(1, theirs[best][2]):.2f} x its memory",
             flush=True,
         )
+    return {name: seconds for name, (_, seconds, _) in theirs.items()}
+
+
+def fastest_of_each(seconds: dict[str, float]) -> list[str]:
+    """Return the fastest settings of every trainer."""
+    best: dict[str, str] = {}
+    for name in sorted(seconds, key=seconds.__getitem__):
+        best.setdefault(name.partition("-")[0], name)
+    return list(best.values())
 
 
 def installed(package: str) -> str:
@@ -258,8 +288,8 @@ def main() -> None:
     )
     check_gradient(DEVICE)
     case = make_case(options)
-    for whole in (False, True):
-        compare(case, options, whole=whole)
+    seconds = compare(case, options, options.peers, whole=False)
+    compare(case, options, fastest_of_each(seconds), whole=True)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -159,7 +160,8 @@ def step_flops(options: Namespace) -> float:
     return trunk + head + context + attention
 
 
-def measure(setup: Setup, options: Namespace) -> None:
+def measure(setup: Setup, options: Namespace, before: Callable[[], object] | None = None) -> float:
+    """Print, and return, the median seconds of a step; `before` runs ahead of each."""
     optimizer = Optimizer(setup.drafter, weight_decay=0.0, betas=(0.9, 0.95))
     setup.warm_up()
     builder = StepBuilder(setup.caches, setup.stream_options, setup.wanted)
@@ -175,6 +177,8 @@ def measure(setup: Setup, options: Namespace) -> None:
                 clock.take()
                 ends.append(moment())
                 began, waited = time.perf_counter(), stream.wait_s
+            if before is not None:
+                before()
             given = stream.next()
             totals, _norm, _skipped = train_step(setup, optimizer, given, lr=LR, clock=clock)
             if step >= options.warmup:
@@ -182,7 +186,8 @@ def measure(setup: Setup, options: Namespace) -> None:
                 read += given.num_bytes
         synchronize()
         total, wait = time.perf_counter() - began, stream.wait_s - waited
-    show(options, given, median_seconds(ends), loss=(totals[0] / totals[1]).item())
+    median = median_seconds(ends)
+    show(options, given, median, loss=(totals[0] / totals[1]).item())
     print(
         f"data wait {wait / total:.1%}, {read / total / 1e9:.2f} GB/s read, "
         f"mean {1e3 * total / options.steps:.1f} ms, of which",
@@ -191,6 +196,7 @@ def measure(setup: Setup, options: Namespace) -> None:
     )
     if options.profile:
         profile(setup, optimizer, options.profile)
+    return median
 
 
 def show(options: Namespace, given: StepInput, median: float, *, loss: float) -> None:
