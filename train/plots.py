@@ -56,10 +56,11 @@ def line_plot(
     curves: Sequence[Curve],
     *,
     ylabel: str,
+    xlabel: str = "step",
     is_log: bool = False,
     has_markers: bool = False,
 ) -> str:
-    """Return an SVG of curves over optimiser steps.
+    """Return an SVG of curves, over optimiser steps unless `xlabel` says something else.
 
     A curve of more than 400 points is shown as the mean of equal runs of points, with the range
     between their extremes behind it.
@@ -68,7 +69,7 @@ def line_plot(
         figure, axes = _figure()
         for index, curve in enumerate(curves):
             _draw_curve(axes, curve, COLOURS[index % len(COLOURS)], has_markers)
-        axes.set_xlabel("step")
+        axes.set_xlabel(xlabel)
         axes.set_ylabel(ylabel)
         if is_log:
             axes.set_yscale("log")
