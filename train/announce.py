@@ -8,6 +8,7 @@ from rich.console import Console
 
 from dflash_offline.common.options import print_config, save_config
 from dflash_offline.train.setup import Setup
+from dflash_offline.train.sharding import ALL
 
 
 def say(*lines: str) -> None:
@@ -34,6 +35,8 @@ def announce(setup: Setup) -> None:
         f"{setup.dtype} on {setup.device}, {setup.world.size} process(es)",
         setup.memory,
     )
+    if config.shard == ALL and setup.sharding is None:
+        say("--shard all: there is one process, which holds everything")
     if config.num_steps is not None and config.num_epochs is not None:
         say(f"--num-steps {config.num_steps} counts, --num-epochs {config.num_epochs} does not")
     if setup.checkpoint is not None:

@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from dflash_offline.common.errors import BadInput
 from dflash_offline.common.identity import Scalar
 from dflash_offline.train.drafter import Drafter
-from dflash_offline.train.export import save_drafter
-from dflash_offline.train.optimizer import Optimizer
+from dflash_offline.train.export import save_weights
+from dflash_offline.train.optimizer import Optimizer, exported
 from dflash_offline.train.order import StreamState
 from dflash_offline.train.provenance import save_identity
 
@@ -69,8 +69,9 @@ def save_checkpoint(
     Args:
         folder: `<out>/checkpoints/step-<n>`.
         state: what `load_state` returns later.
-        drafter: exported in `dtype`, with the running averages where there are any.
-        optimizer: its tensors are written as they are, the masters among them.
+        drafter: whose weights are in the optimizer.
+        optimizer: its tensors are written as they are, and the masters, or their running averages
+            where there are any, exported in `dtype`.
         dtype: of the exported drafter.
         target: which target the stores are of; goes wherever the drafter goes.
         keep: older checkpoints than the newest so many are deleted.
@@ -83,9 +84,7 @@ def save_checkpoint(
         staging.mkdir(parents=True)
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(contiguous, staging / _OPTIMIZER)
-    with optimizer.averaged():
-        if is_first:
-            save_drafter(drafter, staging, dtype)
+        save_weights(drafter.config, exported(tensors), staging, dtype)
     if not is_first:
         return
     save_identity(staging, target)

@@ -180,6 +180,12 @@ class TrainConfig:
         metavar="all|N",
         group="Machine",
     )
+    shard: str = option(
+        "optimizer",
+        help="What processes share out: the optimiser's state, or all, the weights and gradients "
+        "too, for drafters that no GPU holds whole.",
+        type=click.Choice(["optimizer", "all"]),
+    )
     device: str = option("auto", help="Where to train.", type=click.Choice(["auto", "cpu", "cuda"]))
     dtype: str = option(
         "auto",

@@ -5,6 +5,7 @@ prefix, without embedding or head.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -21,13 +22,19 @@ WEIGHTS_NAME = "model.safetensors"
 
 def save_drafter(drafter: Drafter, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write the drafter to `folder` in the z-lab format, tensors rounded to `dtype`."""
+    save_weights(drafter.config, drafter.state_dict(), folder, dtype)
+
+
+def save_weights(
+    config: DrafterConfig, weights: Mapping[str, torch.Tensor], folder: Path, dtype: torch.dtype
+) -> None:
+    """Write a drafter's configuration and weights; see `save_drafter`."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = drafter.config.to_json() | {"dtype": str(dtype).removeprefix("torch.")}
-    config["torch_dtype"] = config["dtype"]
-    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    name = str(dtype).removeprefix("torch.")
+    values = config.to_json() | {"dtype": name, "torch_dtype": name}
+    (folder / CONFIG_NAME).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
     tensors = {
-        name: tensor.detach().to("cpu", dtype).contiguous()
-        for name, tensor in drafter.state_dict().items()
+        name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in weights.items()
     }
     save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
 

@@ -2,6 +2,7 @@
 
 from dflash_offline.common.errors import BadInput, DamagedStore
 from dflash_offline.train.announce import say
+from dflash_offline.train.drafter import Drafter
 from dflash_offline.train.evaluate import CacheEvaluation, evaluate_cache, merge
 from dflash_offline.train.setup import Setup
 
@@ -9,8 +10,8 @@ from dflash_offline.train.setup import Setup
 _EVAL_ANCHORS = 64
 
 
-def evaluate(setup: Setup) -> CacheEvaluation | None:
-    """Evaluate this process's part of the held-out samples; None where it has none."""
+def evaluate(setup: Setup, drafter: Drafter) -> CacheEvaluation | None:
+    """Evaluate a drafter on this process's part of the held-out samples; None if it has none."""
     parts = []
     for cache in setup.caches:
         mine = cache.held_out_samples[setup.world.rank :: setup.world.size]
@@ -18,7 +19,7 @@ def evaluate(setup: Setup) -> CacheEvaluation | None:
             continue
         try:
             part = evaluate_cache(
-                setup.drafter,
+                drafter,
                 cache,
                 embed=setup.head.embed,
                 head=setup.head.weight,

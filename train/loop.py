@@ -261,7 +261,7 @@ class Run:
     def _evaluate(self) -> None:
         with self._clock.phase("eval"):
             with self._optimizer.averaged():
-                mine = evaluate(self._setup)
+                mine = evaluate(self._setup, self._setup.whole_drafter())
             parts = [part for part in gather_objects(mine, self._world) if part is not None]
         if self._log is None or not parts:
             return
@@ -353,7 +353,12 @@ def train_step(
         norm, and 1.0 if the step was skipped; all on the device.
     """
     optimizer.zero_grad()
-    totals = accumulate(setup.drafter, setup.head, setup.objective, given.passes, clock)
+    parts = setup.drafter, setup.head, setup.objective
+    missing = setup.sharding.missing_passes(len(given.passes)) if setup.sharding is not None else 0
+    totals = accumulate(*parts, given.passes, clock)
+    if missing:
+        # The others' passes need what this process holds of the weights.
+        accumulate(*parts, [setup.idle_pass] * missing, clock)
     with clock.phase("optimizer"):
         sum_over_ranks([totals])
         norm, skipped = optimizer.step(lr=lr, weight_sum=totals[1], clip=setup.config.clip)

@@ -44,6 +44,7 @@ class Load:
         has_average: `--ema`.
         has_noise: states are held once more, with noise.
         world_size: W.
+        shares_all: `--shard all`, by several processes.
         compute_bytes: of an element of the compute dtype.
         stored_bytes: of a token of one layer on its way to the GPU.
         fp8: as `--fp8` says.
@@ -58,6 +59,7 @@ class Load:
     has_average: bool = False
     has_noise: bool = False
     world_size: int = 1
+    shares_all: bool = False
     compute_bytes: int = _BF16
     stored_bytes: int
     fp8: str = NONE
@@ -73,7 +75,7 @@ def memory_of(shape: DrafterConfig, load: Load) -> dict[str, int]:
     running average. activations: b N L (4 H + 3 q + 3 kv + 3 I) that backward needs, and
     3 I N b that it makes. context: b T (2 H + 5 kv L). states: T K (H b + stored), and
     H b more with noise. logits: 2 C V b, as two chunks exist at a time, twice that with a teacher,
-    and 3 N H b of rows around them.
+    and 3 N H b of rows around them. What `--shard all` changes: see `_shared_out`.
     """
     hidden, middle, layers = shape.hidden_size, shape.intermediate_size, shape.num_hidden_layers
     q = shape.num_attention_heads * shape.head_dim
@@ -86,18 +88,44 @@ def memory_of(shape: DrafterConfig, load: Load) -> dict[str, int]:
     in_fp8 = 2 * (parameters - layers * 2 * hidden * kv) if load.fp8 == ALL else 0
     head_bytes = load.head_copies * each + (2 if load.fp8 != NONE else 0)
     saved = layers * (4 * hidden + 3 * q + 3 * kv + 3 * middle)
+    activations = load.rows * (saved + 3 * middle) * each
+    context = load.context * (2 * hidden + 5 * kv * layers) * each
+    drafter = (2 * _FP32 + copies) * parameters + in_fp8
+    if load.shares_all:
+        drafter = _shared_out(shape, load, parameters, activations + context)
     return {
         "target": shape.vocab_size * hidden * head_bytes,
-        "drafter": (2 * _FP32 + copies) * parameters + in_fp8,
+        "drafter": drafter,
         "optimiser": -(-(moments + load.has_average) * _FP32 * parameters // load.world_size),
-        "activations": load.rows * (saved + 3 * middle) * each,
-        "context": load.context * (2 * hidden + 5 * kv * layers) * each,
+        "activations": activations,
+        "context": context,
         "states": load.context
         * features
         * ((1 + load.has_noise) * hidden * each + load.stored_bytes),
         "logits": 2 * (1 + load.has_teacher) * load.chunk_rows * shape.vocab_size * each
         + 3 * load.rows * hidden * each,
     }
+
+
+def _shared_out(shape: DrafterConfig, load: Load, parameters: int, of_pass: int) -> int:
+    """Return the bytes of masters, gradients and what of the weights is whole for a while.
+
+    8 P / W of slices. With R = K H^2 outside of layers and M = (P - R) / L in one: b (R + 3 M) of
+    weights, for a layer, the next one and the buffer that they arrive in; 8 max(R, M) of
+    gradients, as they are made and on their way; with FP8 2 max(R, H I) of one matrix. An
+    evaluation has b P instead, and nothing of a pass.
+
+    Args:
+        parameters: P.
+        of_pass: bytes of activations and context, which an evaluation has no need of.
+    """
+    outside = shape.num_features * shape.hidden_size**2
+    layer = (parameters - outside) // shape.num_hidden_layers
+    whole = load.compute_bytes * (outside + 3 * layer) + 2 * _FP32 * max(outside, layer)
+    if load.fp8 == ALL:
+        whole += 2 * max(outside, shape.hidden_size * shape.intermediate_size)
+    in_evaluation = load.compute_bytes * parameters - of_pass
+    return -(-2 * _FP32 * parameters // load.world_size) + max(whole, in_evaluation)
 
 
 def typical_pass(
@@ -156,8 +184,8 @@ def remedy(model: Callable[[int], dict[str, int]], rows: int, free: int) -> str:
         if sum(model(rows).values()) * (1 + _SPARE_FRAC) <= free:
             return f"--rows-per-pass {rows} fits and learns the same"
     return (
-        "no size of a pass fits; share the optimiser's state with more --gpus, use --optimizer "
-        "muon, or a drafter of fewer --draft-layers"
+        "no size of a pass fits; share the drafter out to more --gpus with --shard all, use "
+        "--optimizer muon, or a drafter of fewer --draft-layers"
     )
 
 
@@ -230,6 +258,7 @@ def _load_of(
         has_average=config.ema is not None,
         has_noise=config.noise > 0,
         world_size=world_size,
+        shares_all=config.shard == "all" and world_size > 1,
         compute_bytes=head.weight.element_size(),
         stored_bytes=max(_stored_bytes(cache.schema) for cache in caches),
         fp8=config.fp8,

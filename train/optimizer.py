@@ -231,7 +231,7 @@ class Optimizer:
 
 
 def exported(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the weights to hand out among `Optimizer.tensors`: running averages if there are any."""
+    """Return the weights to export among `Optimizer.tensors`: running averages, if there are."""
     kind = EMA if any(name.startswith(f"{EMA}.") for name in tensors) else MASTER
     return {
         name.removeprefix(f"{kind}."): tensor

@@ -3,8 +3,8 @@
 Weights are fp32 masters. Outside of `Copies.in_use` a projection casts them inside the graph;
 inside, it reads copies in the compute dtype that were made once for the step, and backward adds
 each weight's gradient to the master's own with one product that sums in fp32: no gradient is
-rounded to the compute dtype, and none is stored before it is added. Where the weights are shared out
-to processes (`Gathered`), they come in the compute dtype for as long as a pass needs them, and their
+rounded to the compute dtype, and none is stored before it is added. Where weights are shared out to
+processes (`Gathered`), they come in the compute dtype for as long as a pass needs them, and their
 gradients leave as fp32 tensors.
 
 Letters: N rows, I inputs, O outputs.
@@ -123,7 +123,7 @@ class _WideProjection(torch.autograd.Function):
 
 
 class _GatheredProjections(torch.autograd.Function):
-    """Weights that may be gone between forward and backward; what FP8 makes of them is made twice."""
+    """Weights may be gone between forward and backward; what FP8 makes of them is made twice."""
 
     @staticmethod
     def forward(ctx, x, in_fp8, *weights):

@@ -3,6 +3,7 @@
 Nothing is written here, so bad input leaves no trace.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -37,22 +38,23 @@ from dflash_offline.train.objective import Objective, objective_of
 from dflash_offline.train.order import SampleOrder, StoreSamples
 from dflash_offline.train.row_loss import BestTokens, row_losses
 from dflash_offline.train.schedule import parse_every
+from dflash_offline.train.sharding import ALL, Sharding
 from dflash_offline.train.sources import (
     check_supervision,
     open_caches,
     training_samples,
     warn_of_short_documents,
 )
-from dflash_offline.train.stream import StreamOptions
+from dflash_offline.train.stream import PassInput, StreamOptions
 from dflash_offline.train.target_head import TargetHead, load_target_head
 from dflash_offline.train.wandb_log import check_wandb
-from dflash_offline.train.warm_up import warm_up_step
+from dflash_offline.train.warm_up import blank_pass, warm_up_step
 
 _DEFAULT_EPOCHS = 6.0
 # Options that change nothing of what a step learns from.
 _FREE_OPTIONS = {
     "cache", "out", "resume", "partial", "damaged", "rows_per_pass", "num_epochs", "num_steps",
-    "max_minutes", "device", "gpus", "log_every", "eval_every", "checkpoint_every",
+    "max_minutes", "device", "gpus", "shard", "log_every", "eval_every", "checkpoint_every",
     "keep_checkpoints", "wandb", "init_from", "draft_config", "mask_token_id", "storage_option",
     "read_cache", "read_cache_gb",
 }  # fmt: skip
@@ -78,6 +80,7 @@ class Setup:
     state: RunState
     checkpoint: Path | None  # where `state` comes from
     memory: str = ""  # a line about what the run takes
+    sharding: Sharding | None = None  # of the drafter's weights
 
     @property
     def stream_options(self) -> StreamOptions:
@@ -127,6 +130,21 @@ class Setup:
 
         warm_up_loss(loss, self.head.weight, chunk_rows=self.head.chunk_rows)
 
+    @functools.cached_property
+    def idle_pass(self) -> PassInput:
+        """A pass that teaches nothing."""
+        return blank_pass(
+            self.stream_options,
+            self.caches[0].schema.codec,
+            hidden=self.drafter.config.hidden_size,
+            exact=False,
+            labelled=False,
+        )
+
+    def whole_drafter(self) -> Drafter:
+        """Return the drafter as it is, to be run outside of steps; all processes take part."""
+        return self.drafter if self.sharding is None else self.sharding.whole()
+
     def samples_of_steps(self) -> Iterator[int]:
         """Yield the number of samples of every step still to come; the last may be smaller."""
         size = self.config.samples_per_step
@@ -166,7 +184,12 @@ def prepare(config: TrainConfig, world: World) -> Setup:
     memory = memory_line(
         config, shape, caches, wanted, head=on_paper, device=device, world_size=world.size
     )
-    drafter = _drafter(config, shape, checkpoint).to(device)
+    drafter = _drafter(config, shape, checkpoint)
+    sharding = None
+    if config.shard == ALL and world.size > 1:
+        sharding = Sharding(drafter, world=world, device=device, dtype=dtype)
+    else:
+        drafter.to(device)
     objective = _objective(config, shape)
     return Setup(
         config=config,
@@ -187,6 +210,7 @@ def prepare(config: TrainConfig, world: World) -> Setup:
         state=state if checkpoint is not None else RunState(learned=learned),
         checkpoint=checkpoint,
         memory=memory,
+        sharding=sharding,
     )
 
 

@@ -1,4 +1,4 @@
-"""Every kernel of a step compiled before the first: small passes through all of it.
+"""Passes over nothing: to compile all kernels before the first step, or to keep others company.
 
 Letters: T tokens, K captured layers, H hidden.
 """
@@ -15,7 +15,7 @@ from dflash_offline.train.documents import LoadedDocument, StreamOptions
 from dflash_offline.train.drafter import Drafter
 from dflash_offline.train.objective import Objective
 from dflash_offline.train.step import accumulate
-from dflash_offline.train.stream import assemble
+from dflash_offline.train.stream import PassInput, assemble
 from dflash_offline.train.target_head import TargetHead
 
 
@@ -32,27 +32,40 @@ def warm_up_step(
     Args:
         codecs: of the stores to come.
     """
-    size = options.layout.block_size
-    hidden, length = drafter.config.hidden_size, 4 * size
+    hidden = drafter.config.hidden_size
     for codec in set(codecs):
         kinds = (False, True) if codec in CODE_BYTES else (False,)
-        documents = [
-            LoadedDocument(
-                anchored=AnchoredDocument(
-                    tokens=np.zeros(length, np.int32),
-                    supervised=np.ones(length, bool),
-                    anchors=np.array([size, 2 * size]),
-                    topk=_some_tokens(length, options.num_topk),
-                ),
-                features=_blank(codec, len(options.layers), length, hidden, exact=exact),
-                final=torch.zeros(length, hidden, dtype=torch.bfloat16),
-            )
-            for exact in kinds
+        passes = [
+            blank_pass(options, codec, hidden=hidden, exact=exact, labelled=True) for exact in kinds
         ]
-        accumulate(drafter, head, objective, [assemble([each], options) for each in documents])
+        accumulate(drafter, head, objective, passes)
     for parameter in drafter.parameters():
         if parameter.grad is not None:
             parameter.grad.zero_()
+
+
+def blank_pass(
+    options: StreamOptions, codec: str, *, hidden: int, exact: bool, labelled: bool
+) -> PassInput:
+    """Return a pass of two blocks over states of zeros; without labels its gradient is zero.
+
+    Args:
+        codec: of the states.
+        exact: whether one of their rows is stored exactly, as some codecs do.
+    """
+    size = options.layout.block_size
+    length = 4 * size
+    document = LoadedDocument(
+        anchored=AnchoredDocument(
+            tokens=np.zeros(length, np.int32),
+            supervised=np.full(length, labelled),
+            anchors=np.array([size, 2 * size]),
+            topk=_some_tokens(length, options.num_topk),
+        ),
+        features=_blank(codec, len(options.layers), length, hidden, exact=exact),
+        final=torch.zeros(length, hidden, dtype=torch.bfloat16),
+    )
+    return assemble([document], options)
 
 
 def _some_tokens(tokens: int, k: int) -> TopK | None:

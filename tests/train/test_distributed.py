@@ -122,8 +122,9 @@ def test_updates_are_the_same_at_any_world_size(tmp_path: Path, kind: str):
 
 
 @pytest.mark.slow
-def test_a_run_is_the_same_at_any_world_size(small_store, tmp_path: Path):
-    """And goes on in one process from what several left."""
+@pytest.mark.parametrize("shard", ["optimizer", "all"])
+def test_a_run_is_the_same_at_any_world_size(small_store, tmp_path: Path, shard: str):
+    """And goes on in one process, where nothing is shared out, from what several left."""
     script = tmp_path / "main.py"
     script.write_text("from dflash_offline.train.cli import main\nmain()\n")
     options = {
@@ -138,6 +139,7 @@ def test_a_run_is_the_same_at_any_world_size(small_store, tmp_path: Path):
         "--device": "cpu",
         "--log-every": "1",
         "--checkpoint-every": "2",
+        "--shard": shard,
     }
     flat = [part for pair in options.items() for part in pair]
     run_worlds([1, 2, 3], script, *flat, "--out", str(tmp_path / "run{size}"))

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from dflash_offline.train.projections import Copies, Linear, project, project_wide
+from dflash_offline.train.projections import Copies, Gathered, Linear, project, project_wide
 from dflash_offline.train.stream import assemble
 
 SIZES = (6, 10, 4)
@@ -19,6 +19,54 @@ def projections() -> list[Linear]:
         torch.nn.init.normal_(each.weight)
         each.weight.grad = torch.ones_like(each.weight)
     return made
+
+
+@pytest.fixture
+def gathered() -> list[Linear]:
+    """Projections whose weights are there in bfloat16, as while a layer of slices runs."""
+    torch.manual_seed(0)
+    made = [Linear(32, size).bfloat16() for size in (48, 16)]
+    for each in made:
+        torch.nn.init.normal_(each.weight)
+        each.weight.grad_dtype = torch.float32
+    return made
+
+
+@pytest.mark.parametrize("form", ["apart", "wide"])
+def test_gradients_of_gathered_weights_leave_unrounded(gathered, form):
+    Gathered(gathered)
+    x = torch.randn(37, 32, dtype=torch.bfloat16, requires_grad=True)
+    given = project(x, *gathered) if form == "apart" else project_wide(x, gathered)
+    upstream = [torch.randn_like(each) for each in given]
+    torch.autograd.backward(given, upstream)
+    dx = torch.zeros(37, 32, dtype=torch.float64)
+    for each, y, dy in zip(gathered, given, upstream, strict=True):
+        assert torch.equal(y, torch.nn.functional.linear(x.detach(), each.weight))
+        exact = dy.double().t() @ x.detach().double()
+        torch.testing.assert_close(each.weight.grad.double(), exact, rtol=1e-6, atol=1e-5)
+        rounded = exact.bfloat16().double()
+        assert (rounded - exact).abs().max() > 1e-3, "the bound above would let rounding pass"
+        dx += dy.double() @ each.weight.detach().double()
+    assert (x.grad.double() - dx).norm() < 1e-2 * dx.norm()
+
+
+def test_gathered_weights_in_fp8_give_what_copies_give(gathered):
+    masters = [Linear(32, each.weight.shape[0]) for each in gathered]
+    for each, master in zip(gathered, masters, strict=True):
+        master.weight.data.copy_(each.weight)
+        master.weight.grad = torch.zeros_like(master.weight)
+    Gathered(gathered, gathered[:1])
+    x = torch.randn(64, 32, dtype=torch.bfloat16)
+    found = {}
+    for name, projections in (("copies", masters), ("gathered", gathered)):
+        given = x.clone().requires_grad_()
+        with Copies(masters, masters[:1]).in_use(torch.bfloat16):
+            out = project(given, *projections)
+            torch.autograd.backward(out, [torch.ones_like(each) for each in out])
+        grads = [each.weight.grad for each in projections]
+        found[name] = [*out, given.grad, *grads]
+    for ours, theirs in zip(found["gathered"], found["copies"], strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("form", ["apart", "wide"])
@@ -65,6 +113,8 @@ def test_fp8_rounds_two_products_and_not_the_weights_gradient():
 def test_fp8_needs_widths_of_16():
     with pytest.raises(ValueError, match="multiples of 16"):
         Copies([], [Linear(8, 16)])
+    with pytest.raises(ValueError, match="multiples of 16"):
+        Gathered([], [Linear(8, 16)])
 
 
 def test_outside_and_where_masters_need_no_cast_weights_are_read(projections):
