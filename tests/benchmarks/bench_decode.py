@@ -4,10 +4,10 @@
         --job run/draft:ours:bfloat16:300 --job run/draft:zlab:bfloat16:100 [--svg curve.svg]
 
 A job is a drafter, an engine, a dtype and a number of prompts. Engines: ours, zlab (the package
-`dflash`), alone (the target, token by token), store (all blocks of the stored answers). Prompts are
-those of the store's held-out samples, in one mixed order, so that jobs share their first ones. Jobs
-are worked off in the order given, by several processes; a second call goes on. In the drafters'
-folders, `state.json` of a checkpoint tells after how many minutes it was reached.
+`dflash`), alone (the target, token by token), store (the stored answer, judged without the target
+at the blocks where decoding would stand). Prompts are those of the store's held-out samples, in one
+mixed order, so that jobs share their first ones. Jobs are worked off in the order given, by several
+processes; a second call goes on. `state.json` in a drafter's folder tells when it was reached.
 """
 
 import argparse
@@ -28,13 +28,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from decoding_walk import every_block, walk
 
 from dflash_offline.common.cache import open_cache
 from dflash_offline.common.chat import stop_token_ids
 from dflash_offline.common.store import supervised
 from dflash_offline.common.target import Target, load_target, load_tokenizer
 from dflash_offline.train.decode import SpeculativeDecoder, decode_greedy
-from dflash_offline.train.evaluate import evaluate_cache
+from dflash_offline.train.evaluate import BlockJudge
 from dflash_offline.train.export import load_drafter, load_drafter_config
 from dflash_offline.train.plots import Curve, line_plot
 
@@ -160,15 +161,11 @@ class Desk:
     def _store(self, job: Job, index: int) -> Record:
         drafter = self._drafter(job.draft, job.dtype)
         target, _ = self._target(job.dtype)
-        found = evaluate_cache(
-            drafter,
-            self._cache,
-            embed=target.embed_weight(),
-            head=target.head_weight(),
-            samples=[index],
-        )
-        gained = sum(each.produced for each in found.counts.values())
-        return {"gained": gained, "cycles": found.num_anchors}
+        judge = BlockJudge(drafter, target.embed_weight(), target.head_weight())
+        sample = every_block(self._cache.read(index, drafter.config.target_layer_ids))
+        (gains,) = judge.run([sample])
+        produced = list(walk(sample, gains.produced, self._options.max_new_tokens))
+        return _record([], produced) | {"all_blocks": float(gains.produced.mean())}
 
     @lru_cache(maxsize=2)  # noqa: B019 (one desk a process)
     def _target(self, dtype: str) -> tuple[Target, Sequence[int]]:
@@ -272,11 +269,11 @@ def table(records: Sequence[Record]) -> Iterator[str]:
             f"{mean:.3f} ± {1.96 * error:.3f} |"
         )
     for (draft, engine, dtype), found in by_job.items():
-        other = by_job.get((draft, {"zlab": "ours", "ours": "alone"}.get(engine, ""), dtype))
-        if other:
-            yield f"{draft}, {dtype}: " + (
-                same_blocks(other, found) if engine == "zlab" else same_tokens(other, found)
-            )
+        other = by_job.get((draft, {"ours": "alone"}.get(engine, "ours"), dtype))
+        if other and engine in ("zlab", "store"):
+            yield f"{draft}, {dtype}: {same_gains(other, found, engine)}"
+        elif other and engine == "ours":
+            yield f"{draft}, {dtype}: {same_tokens(other, found)}"
     yield from by_source(by_job)
 
 
@@ -304,13 +301,13 @@ def whole_blocks(record: Record) -> list[int]:
     return [gain for gain, fit in zip(record["produced"], fits, strict=True) if fit]
 
 
-def same_blocks(ours: dict[int, Record], theirs: dict[int, Record]) -> str:
-    common = sorted(ours.keys() & theirs.keys())
-    pairs = [(whole_blocks(ours[n]), whole_blocks(theirs[n])) for n in common]
+def same_gains(ours: dict[int, Record], others: dict[int, Record], name: str) -> str:
+    common = sorted(ours.keys() & others.keys())
+    pairs = [(whole_blocks(ours[n]), whole_blocks(others[n])) for n in common]
     equal = sum(a == b for a, b in pairs)
     means = [sum(map(sum, side)) / max(1, sum(map(len, side))) for side in zip(*pairs, strict=True)]
     return (
-        f"accepted lengths of z-lab's package are the same in {equal} of {len(common)} answers, "
+        f"gains of {name} are those of ours, block by block, in {equal} of {len(common)} answers, "
         f"their mean {means[1]:.4f} against {means[0]:.4f} ({means[1] / means[0] - 1:+.2%})"
     )
 

@@ -7,6 +7,7 @@
 The stores hold the same samples. Drafters of one seed differ in what they read or compute with, not
 in initial weights, sample order or anchors. All are judged on the same blocks of the `raw` store's
 held-out samples, in bf16, as exported: serving has exact states, whatever a drafter was trained on.
+Two measures: the mean over all blocks, and that over the blocks at which decoding would stand.
 A second call goes on with the runs that are missing from --out, which gets a line for each.
 """
 
@@ -26,13 +27,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from decoding_walk import every_block, walk
 from quality_table import LEAST_SEEDS, RAW, table
 
 from dflash_offline.common.cache import Cache, open_cache
-from dflash_offline.common.store import supervised
 from dflash_offline.kernels.linear_ce import LinearCE
 from dflash_offline.kernels.linear_ce_skip import OrderedHead, linear_ce_skip, order_head
-from dflash_offline.train.anchors import AnchoredDocument, candidates, sample_anchors
 from dflash_offline.train.config import TrainConfig
 from dflash_offline.train.distributed import World
 from dflash_offline.train.drafter import Drafter
@@ -64,7 +64,6 @@ def parse() -> Namespace:
     parser.add_argument("--workers", type=int, default=12, help="processes, all on one GPU")
     parser.add_argument("--seconds", type=float, default=3600, help="start no run that ends later")
     parser.add_argument("--held-out", default="", help="judge ids that begin so")
-    parser.add_argument("--judged-anchors", type=int, default=128, help="most of a sample")
     parser.add_argument("--drafts", type=Path, help="keep the drafters of the first seed here")
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--samples-per-step", type=int, default=8)
@@ -164,13 +163,17 @@ class Lab:
 
     def _measures(self, gains: Sequence[np.ndarray]) -> dict[str, Any]:
         sources: dict[str, list[np.ndarray]] = {}
+        steps: list[int] = []
         for part, each in zip(self._held_out, gains, strict=True):
             sources.setdefault(part.document.source, []).append(each)
+            steps += walk(part, each)
         return {
             "acceptance": float(np.concatenate(gains).mean()),
+            "walked": float(np.mean(steps)),
             "by_source": {name: float(np.concatenate(g).mean()) for name, g in sources.items()},
             "prompts": len(gains),
             "blocks": sum(map(len, gains)),
+            "steps_walked": len(steps),
         }
 
     def _judge(
@@ -193,22 +196,8 @@ class Lab:
         ]
         parts = []
         for first in range(0, len(wanted), _READ_SAMPLES):
-            for document in self._raw.read_many(wanted[first : first + _READ_SAMPLES]):
-                mask = supervised(document.loss_mask, "all")
-                anchors = candidates(mask)
-                if len(anchors) > self._options.judged_anchors:
-                    anchors = sample_anchors(
-                        mask,
-                        num_anchors=self._options.judged_anchors,
-                        seed=0,
-                        epoch=0,
-                        occurrence=0,
-                        sample_id=document.id,
-                    )
-                if len(anchors):
-                    own = replace(document, features=document.features.copy())
-                    anchored = AnchoredDocument(tokens=own.tokens, supervised=mask, anchors=anchors)
-                    parts.append(AnchoredSample(document=own, anchored=anchored))
+            documents = self._raw.read_many(wanted[first : first + _READ_SAMPLES])
+            parts += [every_block(document) for document in documents]
         return parts
 
 
@@ -256,7 +245,7 @@ def recipe(options: Namespace) -> dict[str, Any]:
     """Return what decides a run's result beside its variant and seed."""
     names = (
         "steps", "samples_per_step", "num_anchors", "block_size", "draft_layers", "lr",
-        "held_out", "judged_anchors",
+        "held_out",
     )  # fmt: skip
     return {name: vars(options)[name] for name in names}
 

@@ -51,14 +51,20 @@ class Paired:
 
 
 def table(records: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield the lines of a Markdown table."""
+    """Yield the lines of a Markdown table for each of the two measures."""
+    first = records[0]
+    few = f" (FEWER than {LEAST_PROMPTS})" if first["prompts"] < LEAST_PROMPTS else ""
+    yield f"{first['prompts']} held-out prompts{few}; {first['recipe']}"
+    yield f"Mean over all {first['blocks']:,} blocks:"
+    yield from _one_measure(records, "acceptance")
+    yield "Mean over the blocks at which decoding would stand:"
+    yield from _one_measure(records, "walked")
+
+
+def _one_measure(records: Sequence[dict[str, Any]], name: str) -> Iterator[str]:
     found: dict[str, dict[int, float]] = {}
     for record in records:
-        found.setdefault(record["variant"], {})[record["seed"]] = record["acceptance"]
-    first = records[0]
-    prompts = first["prompts"]
-    few = f" (FEWER than {LEAST_PROMPTS})" if prompts < LEAST_PROMPTS else ""
-    yield f"{prompts} held-out prompts{few}, {first['blocks']:,} blocks; {first['recipe']}"
+        found.setdefault(record["variant"], {})[record["seed"]] = record[name]
     yield "| variant | seeds | acceptance, its deviation | ratio to raw, 95 % interval | bars |"
     yield "|---|---|---|---|---|"
     for variant, by_seed in found.items():
