@@ -12,6 +12,7 @@ import os
 import platform
 import threading
 import time
+import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -31,7 +32,14 @@ _TRUST_S = 60.0
 
 
 class Ownership(Protocol):
-    """Who may write a store."""
+    """Who may write a store.
+
+    Attributes:
+        claim: what tells this run's ownership from any other's, for the processes that write for
+            the owner; once it is acquired.
+    """
+
+    claim: str
 
     def acquire(self, description: str) -> None:
         """Take ownership; raises `BadInput` that names the owner when another live run has it."""
@@ -43,6 +51,14 @@ class Ownership(Protocol):
 
     def release(self) -> None:
         """Give ownership back; harmless when it was never taken."""
+        ...
+
+    def standing(self) -> str:
+        """Return the claim of whoever owns the store now, this run or another."""
+        ...
+
+    def describe(self, claim: str) -> str:
+        """Return whose a standing claim is, for people."""
         ...
 
 
@@ -72,6 +88,24 @@ def _lock_for(blobs: Blobs) -> Ownership:
     return Lease(blobs)
 
 
+class Joined:
+    """The right to write for the owner of a store, for as long as that one owns it."""
+
+    def __init__(self, blobs: Blobs, claim: str) -> None:
+        self._url = blobs.url
+        self._lock = _lock_for(blobs)
+        self.claim = claim
+
+    def check(self) -> None:
+        """Raise `Stopped` when another run owns the store; asks the storage, in one request."""
+        claim = self._lock.standing()
+        if claim != self.claim:
+            raise _taken_over(self._url, self._lock.describe(claim))
+
+    def release(self) -> None:
+        """Own nothing, so give nothing back."""
+
+
 def is_owner_key(key: str) -> bool:
     """Return whether a key belongs to ownership and not to the store's content."""
     return key.partition("/")[0] == OWNER
@@ -85,6 +119,7 @@ class LocalLock:
 
     def __init__(self, root: Path) -> None:
         self.path = root / OWNER
+        self.claim = ""
         self._descriptor: int | None = None
         self._guard = threading.Lock()
 
@@ -95,9 +130,9 @@ class LocalLock:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            owner = os.read(descriptor, 4096).decode(errors="replace").strip()
+            owner = os.read(descriptor, 4096).decode(errors="replace")
             os.close(descriptor)
-            raise _taken(str(self.path.parent), owner) from None
+            raise _taken(str(self.path.parent), _first_line(owner)) from None
         except OSError as problem:
             if problem.errno not in _NO_LOCKS:
                 raise
@@ -106,12 +141,20 @@ class LocalLock:
                 "would not be refused; never start one",
                 err=True,
             )
+        # Processes of two containers may have the same name and number.
+        self.claim = f"{description}\n{uuid.uuid4().hex}\n"
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, description.encode(), 0)
+        os.pwrite(descriptor, self.claim.encode(), 0)
         self._descriptor = descriptor
 
     def check(self) -> None:
         pass
+
+    def standing(self) -> str:
+        return self.path.read_text() if self.path.exists() else ""
+
+    def describe(self, claim: str) -> str:
+        return _first_line(claim) or "unknown"
 
     def release(self) -> None:
         with self._guard:
@@ -126,6 +169,7 @@ class Lease:
     def __init__(self, blobs: ObjectBlobs, *, beat_s: float = BEAT_S) -> None:
         self._blobs = blobs
         self._beat_s = beat_s
+        self.claim = ""
         self._generation: int | None = None
         self._last_beat = 0.0
         self._lost_to: str | None = None
@@ -147,7 +191,7 @@ class Lease:
         if newest != generation:
             # A run that was slower than a whole life of its successor.
             raise _taken(self._blobs.url, self._owner(newest)["description"])
-        self._generation = generation
+        self._generation, self.claim = generation, str(generation)
         self._blobs.replace(_beat_key(generation), b"beat")
         self._last_beat = time.monotonic()
         self._drop_older(generation)
@@ -158,10 +202,7 @@ class Lease:
         if self._lost_to is None and time.monotonic() - self._last_beat > 2 * self._beat_s:
             self._beat()
         if self._lost_to is not None:
-            raise Stopped(
-                f"the store at {self._blobs.url} was taken over by another run "
-                f"({self._lost_to}) while this one was silent; what is committed is safe"
-            )
+            raise _taken_over(self._blobs.url, self._lost_to)
         if time.monotonic() - self._last_beat > _TRUST_S:
             raise Stopped(
                 f"storage unreachable: {self._blobs.url} took no sign of life for {_TRUST_S:.0f} s;"
@@ -178,6 +219,13 @@ class Lease:
             with suppress(Stopped, OSError):
                 self._blobs.replace(_beat_key(self._generation), b"released")
         self._generation = None
+
+    def standing(self) -> str:
+        highest = self._highest()
+        return "" if highest is None else str(highest)
+
+    def describe(self, claim: str) -> str:
+        return self._owner(int(claim or 0))["description"]
 
     def _keep_alive(self) -> None:
         while not self._stop.wait(self._beat_s):
@@ -240,6 +288,17 @@ def _record_key(generation: int) -> str:
 
 def _beat_key(generation: int) -> str:
     return f"{OWNER}/{generation:08d}.beat"
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0]
+
+
+def _taken_over(url: str, owner: str) -> Stopped:
+    return Stopped(
+        f"the store at {url} was taken over by another run ({owner}) while this one was silent; "
+        "what is committed is safe"
+    )
 
 
 def _taken(url: str, owner: str, takeover: str = "") -> BadInput:

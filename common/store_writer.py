@@ -7,7 +7,7 @@ H hidden.
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from dflash_offline.common.blobs import Blobs, blobs_at
 from dflash_offline.common.calibration_file import calibration_files, read_calibration
 from dflash_offline.common.errors import BadInput
 from dflash_offline.common.identity import Identity
-from dflash_offline.common.lease import Ownership, take_ownership
+from dflash_offline.common.lease import Joined, Ownership, take_ownership
 from dflash_offline.common.pack_arrays import inner_chunks, state_arrays
 from dflash_offline.common.pack_index import (
     PackIndex,
@@ -66,9 +66,9 @@ class Store:
     Use as a context manager, or call `close()`.
     """
 
-    def __init__(self, blobs: Blobs, lock: Ownership | None) -> None:
+    def __init__(self, blobs: Blobs, lock: Ownership | Joined) -> None:
         self.blobs = blobs
-        self._lock = lock  # None in a process that only commits packs for the owner
+        self._lock = lock
         self._index_guard = threading.Lock()
         self.schema: Schema
         self.plan: Plan
@@ -149,13 +149,17 @@ class Store:
         return store
 
     @classmethod
-    def join(cls, url: str, storage_options: Sequence[str] = ()) -> "Store":
+    def join(cls, url: str, storage_options: Sequence[str] = (), *, claim: str) -> "Store":
         """Open a store that another process of the same run owns, in order to commit packs.
 
         The owner has dropped what was uncommitted before this is called, gives every pack to one
         process alone, and calls `refresh` once all of them are done.
+
+        Args:
+            claim: the owner's; once another run owns the store, nothing more is committed here.
         """
-        store = cls(blobs_at(url, storage_options), None)
+        blobs = blobs_at(url, storage_options)
+        store = cls(blobs, Joined(blobs, claim))
         store._load()
         return store
 
@@ -171,8 +175,12 @@ class Store:
 
     def close(self) -> None:
         """Give up ownership."""
-        if self._lock is not None:
-            self._lock.release()
+        self._lock.release()
+
+    @property
+    def claim(self) -> str:
+        """What processes that join are told."""
+        return self._lock.claim
 
     def fold_index(self) -> None:
         """Write an index of what is committed, so that opening the store needs few reads."""
@@ -180,7 +188,7 @@ class Store:
             self._fold_index()
 
     def _fold_index(self) -> None:
-        if self._lock is not None and self._commits_since_index:
+        if self._commits_since_index and not isinstance(self._lock, Joined):
             self._index = write_pack_index(self.blobs, self._index, self.plan.num_packs)
             self._commits_since_index = 0
 
@@ -278,10 +286,9 @@ class Store:
             Bytes written.
 
         Raises:
-            Stopped: the disk is full or read-only.
+            Stopped: the disk is full or read-only, or another run owns the store.
         """
-        if self._lock is not None:
-            self._lock.check()
+        self._lock.check()
         states = state_arrays(
             self.schema,
             features,
@@ -294,7 +301,7 @@ class Store:
         arrays = dict(self._token_files[pack])
         for name, values in states.items():
             chunks = inner_chunks(self.schema.arrays[name], values)
-            arrays[name] = self._write_shard(name, pack, chunks)
+            arrays[name] = write_shard(self.blobs, self.schema, name, pack, chunks)
         members = self._packs[pack]
         samples = np.stack([members, self._starts[members], self._lengths[members]], axis=1)
         record = records.commit_record(
@@ -305,6 +312,7 @@ class Store:
             quarantined=quarantined or {},
             run=dict(run_info or {}),
         )
+        self._lock.check()  # again, since shards may take minutes
         self.blobs.create(commit_key(pack), [record])
         with self._index_guard:
             self._index = self._index.added(pack, record, sorted(quarantined or {}))
@@ -312,11 +320,6 @@ class Store:
             if self._commits_since_index >= _COMMITS_PER_INDEX:
                 self._fold_index()
         return sum(arrays[name]["bytes"] for name in states)
-
-    def _write_shard(
-        self, name: str, pack: int, chunks: Iterable[np.ndarray | None]
-    ) -> dict[str, Any]:
-        return write_shard(self.blobs, self.schema, name, pack, chunks)
 
     def _load(self) -> None:
         header = read_header(self.blobs)
@@ -343,7 +346,7 @@ class Store:
         for name, given in ((TOKENS, tokens), (LOSS_MASK, masks)):
             row = token_row(self.schema, self.plan, name, given)
             self.blobs.delete(shard_key(name, pack))
-            self._token_files[pack][name] = self._write_shard(name, pack, [row])
+            self._token_files[pack][name] = write_shard(self.blobs, self.schema, name, pack, [row])
 
     def _restore_tokens(self, tokens: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> None:
         """Write token shards that a repair gave up, if the corpus is at hand and still the same."""
@@ -357,7 +360,10 @@ class Store:
                     continue
                 given = {index: per_sample[index - first] for index in members}
                 row = token_row(self.schema, self.plan, name, given)
-                if self._write_shard(name, pack, [row]) != self._token_files[pack][name]:
+                if (
+                    write_shard(self.blobs, self.schema, name, pack, [row])
+                    != self._token_files[pack][name]
+                ):
                     self.blobs.delete(shard_key(name, pack))
                     raise BadInput(
                         f"--data gives other tokens for pack {pack} than the store was planned "

@@ -119,7 +119,7 @@ def _lead_target(
         with _forward(store, target) as forward:
             calibrate(store, forward, target, seed=config.seed, batch_tokens=config.batch_tokens)
             units = unfinished_units(store)
-            crew.publish(_UNITS, units)
+            crew.publish(_UNITS, {"units": units, "claim": store.claim})
             worker = _worker(store, forward, crew, stop, log=log, target=target)
             total = worker.lead(crew.shares(units, _TAKEN))
         store.refresh()
@@ -141,15 +141,15 @@ def _follow(config: ExtractConfig, crew: Crew, stop: StopRequest, device: torch.
         group.follow(target)
         crew.report(Tally(), is_done=True)
         return
-    units = crew.expect(_UNITS)
-    store = Store.join(config.out, config.storage_option)
+    told = crew.expect(_UNITS)
+    store = Store.join(config.out, config.storage_option, claim=told["claim"])
     with (
         group.leading(target),
         run_log(store.blobs, config, crew.place) as log,
         _forward(store, target) as forward,
     ):
         worker = _worker(store, forward, crew, stop, log=log, target=target)
-        worker.follow(crew.shares(units, _TAKEN))
+        worker.follow(crew.shares(told["units"], _TAKEN))
 
 
 def _device(place: Place) -> torch.device:

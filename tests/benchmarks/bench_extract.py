@@ -252,10 +252,11 @@ def extract(
                 options={},
             )
             calibrate(store, forward, target, seed=0, batch_tokens=PACK_TOKENS)
-            crew.publish("units", unfinished_units(store))
-        units = unfinished_units(store) if place.is_first else crew.expect("units")
-        if not place.is_first:
-            store = Store.join(str(folder))
+            units = unfinished_units(store)
+            crew.publish("units", [units, store.claim])
+        else:
+            units, claim = crew.expect("units")
+            store = Store.join(str(folder), claim=claim)
         forward.calls = []
         log = JsonLog(Path(logs) / "log.jsonl")
         worker = Worker(

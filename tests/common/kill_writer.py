@@ -39,9 +39,9 @@ def write(corpus: Any, order: dict[str, Any]) -> None:
 
     def help_out(share: int) -> None:
         die_with(os.getppid())
-        packs = json.loads(os.read(share, 4096) or b"[]")
+        packs, claim = json.loads(os.read(share, 4096) or b'[[], ""]')
         if packs:
-            store = Store.join(url, options)
+            store = Store.join(url, options, claim=claim)
             use_parts(store)
             corpus.commit(store, packs)
 
@@ -51,7 +51,7 @@ def write(corpus: Any, order: dict[str, Any]) -> None:
         packs = sorted(set(range(corpus.plan.num_packs)) - store.committed)
         random.Random(order["seed"]).shuffle(packs)
         for number, (_, give) in enumerate(pipes, 1):
-            os.write(give, json.dumps(packs[number :: order["workers"]]).encode())
+            os.write(give, json.dumps([packs[number :: order["workers"]], store.claim]).encode())
         corpus.commit(store, packs[:: order["workers"]])
         ends = [os.waitstatus_to_exitcode(os.waitpid(each, 0)[1]) for each in others]
         if any(ends):

@@ -9,11 +9,13 @@ import time
 
 import pytest
 
-from dflash_offline.common import lease
-from dflash_offline.common.blobs import LocalBlobs, blobs_at
+from dflash_offline.common import lease, store_writer
+from dflash_offline.common.blobs import Blobs, LocalBlobs, blobs_at
 from dflash_offline.common.errors import BadInput, Stopped
 from dflash_offline.common.lease import Lease, LocalLock, take_ownership
 from dflash_offline.common.object_blobs import ObjectBlobs
+from dflash_offline.common.store import COMMIT, FEATURES
+from dflash_offline.common.store_writer import Store
 
 
 @pytest.fixture
@@ -181,3 +183,56 @@ def test_store_keeps_a_second_run_out(s3_server, s3_url, corpus_maker):
         with pytest.raises(BadInput, match="being written by another live run"):
             corpus.open(s3_url, storage_options=s3_server.options)
         corpus.commit(store)
+
+
+def take_over(url: str, blobs: Blobs, owner: Store, options: tuple[str, ...] = ()) -> Store:
+    """Let another run own a store, as it does when the owner's process is gone."""
+    if isinstance(blobs, LocalBlobs):
+        owner.close()
+    else:
+        pretend_owner(blobs, pid=dead_process())
+    return Store.open(url, options)
+
+
+@pytest.mark.parametrize("kind", ["local", "s3"])
+def test_joined_workers_write_for_their_owner_only(kind, request, tmp_path, corpus_maker):
+    url, options = str(tmp_path / "store"), ()
+    if kind == "s3":
+        url = request.getfixturevalue("s3_url")
+        options = request.getfixturevalue("s3_server").options
+    corpus = corpus_maker(lengths=(100, 90, 110, 120), num_held_out=0)
+    owner = corpus.open(url, storage_options=options)
+    joined = Store.join(url, options, claim=owner.claim)
+    corpus.commit(joined, [0])
+    other = take_over(url, joined.blobs, owner, options)
+    with pytest.raises(Stopped, match=rf"taken over by another run .process {os.getpid()} on"):
+        corpus.commit(joined, [1])
+    assert not joined.blobs.list(f"{FEATURES}/c/1"), "nothing was uploaded either"
+    stale = Store.join(url, options, claim=owner.claim)
+    with pytest.raises(Stopped, match="taken over"):
+        corpus.commit(stale, [1])
+    corpus.commit(Store.join(url, options, claim=other.claim), [1])
+    other.refresh()
+    assert other.committed == {0, 1}
+    owner.close()
+    other.close()
+
+
+def test_store_lost_while_a_pack_is_written(tmp_path, corpus_maker, monkeypatch):
+    """The record is what counts, and shards may take minutes."""
+    url, corpus = str(tmp_path / "store"), corpus_maker(lengths=(100, 90), num_held_out=0)
+    owner = corpus.open(url)
+    joined = Store.join(url, claim=owner.claim)
+    write, others = store_writer.write_shard, []
+
+    def lose(*given: object) -> object:
+        written = write(*given)
+        others.append(take_over(url, joined.blobs, owner))
+        return written
+
+    monkeypatch.setattr(store_writer, "write_shard", lose)
+    with pytest.raises(Stopped, match="taken over"):
+        corpus.commit(joined, [0])
+    assert joined.blobs.list(f"{FEATURES}/c/0")
+    assert not joined.blobs.list(COMMIT)
+    others[0].close()
