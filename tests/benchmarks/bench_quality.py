@@ -19,7 +19,7 @@ import sys
 import time
 import traceback
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -51,6 +51,8 @@ from dflash_offline.train.token_shards import corpus_tokens
 SKIP, FP8 = "skip", "fp8"
 _JUDGED_ROWS = 32768
 _LAST_STEPS = 50
+# Longer than all kernels take to compile; then every process compiles its own.
+_COMPILE_S = 120.0
 # Samples read at a time; more of them would hold more packs in memory.
 _READ_SAMPLES = 32
 
@@ -134,11 +136,10 @@ class Lab:
     def _counts(self) -> torch.Tensor:
         return count_tokens(self._raw)
 
-    def warm_up(self, variants: Sequence[str]) -> None:
+    def warm_up(self, variant: str) -> None:
         """Compile every kernel, into Triton's cache on disk too."""
-        for variant in variants:
-            setup = self.setup(variant, 0)
-            setup.warm_up()
+        setup = self.setup(variant, 0)
+        setup.warm_up()
         self._judge(setup, self._held_out[:1])
 
     def run(self, variant: str, seed: int) -> dict[str, Any]:
@@ -252,24 +253,34 @@ def recipe(options: Namespace) -> dict[str, Any]:
 
 def work(options: Namespace, until: float, tasks, results, warm) -> None:
     """Do tasks until none is left or the next would end too late; the first worker compiles."""
-    try:
-        torch.set_num_threads(1)
-        lab = Lab(options)
-        # Many at a time would each compile the same kernels.
-        if warm.is_first.acquire(block=False):
-            lab.warm_up(options.variants)
-            warm.is_done.set()
-        warm.is_done.wait()
-        took = 0.0
-        while time.time() + took < until:
-            began = time.time()
-            results.put(lab.run(*tasks.get(block=False)))
+    torch.set_num_threads(1)
+    lab = Lab(options)
+    broken: set[str] = set()
+
+    def attempt(variant: str, action: Callable[..., Any], *args: Any) -> Any:
+        """Return what the action does; a variant that fails here is not tried here again."""
+        try:
+            return None if variant in broken else action(variant, *args)
+        except BaseException:
+            broken.add(variant)
+            results.put(f"{variant}: {traceback.format_exc()}")
+
+    # Many at a time would each compile the same kernels.
+    if warm.is_first.acquire(block=False):
+        for variant in options.variants:
+            attempt(variant, lab.warm_up)
+        warm.is_done.set()
+    warm.is_done.wait(_COMPILE_S)
+    took = 0.0
+    while time.time() + took < until:
+        began = time.time()
+        try:
+            variant, seed = tasks.get(timeout=1)
+        except queue.Empty:
+            return
+        if record := attempt(variant, lab.run, seed):
+            results.put(record)
             took = time.time() - began
-    except queue.Empty:
-        pass
-    except BaseException:
-        results.put(traceback.format_exc())
-        raise
 
 
 @dataclass(frozen=True)
@@ -317,7 +328,6 @@ def run_all(options: Namespace) -> None:
                 continue
             if isinstance(record, str):
                 print(record, file=sys.stderr, flush=True)
-                warm.is_done.set()
                 continue
             out.write(json.dumps(record) + "\n")
             out.flush()

@@ -67,7 +67,8 @@ def _one_measure(records: Sequence[dict[str, Any]], name: str) -> Iterator[str]:
         found.setdefault(record["variant"], {})[record["seed"]] = record[name]
     yield "| variant | seeds | acceptance, its deviation | ratio to raw, 95 % interval | bars |"
     yield "|---|---|---|---|---|"
-    for variant, by_seed in found.items():
+    for variant in sorted(found, key=lambda each: (each != RAW, each)):
+        by_seed = found[variant]
         values = list(by_seed.values())
         spread = statistics.stdev(values) if len(values) > 1 else math.nan
         cells = [variant, str(len(values)), f"{statistics.fmean(values):.4f}, {spread:.4f}"]
