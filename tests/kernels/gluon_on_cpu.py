@@ -9,6 +9,7 @@ in vain. What only a GPU shows: layouts, registers, speed.
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ class Pointer:
 
 def _load(pointer: Pointer, mask=None, other=None) -> Tensor:
     if mask is None:
-        return pointer.values[pointer.at]
+        return pointer.values[pointer.at].clone()
     x = torch.full(pointer.at.shape, other, dtype=pointer.values.dtype)
     x[mask] = pointer.values[pointer.at[mask]]
     return x
@@ -65,7 +66,7 @@ class Descriptor:
 
 
 class Shared:
-    """Shared memory, NaN until written."""
+    """Shared memory; NaN, or the least integer, until written."""
 
     def __init__(self, data: Tensor):
         self.data, self.dtype, self.layout = data, data.dtype, None
@@ -140,8 +141,8 @@ class Machine:
     """One program at a time: its groups of warps, its copies under way, who runs."""
 
     seed: int
-    program: int = 0
-    programs: int = 1
+    program: tuple[int, ...] = (0,)
+    programs: tuple[int, ...] = (1,)
     names: list[str] = field(default_factory=list)
 
     def __post_init__(self):
@@ -269,7 +270,8 @@ class Machine:
     def allocate(self, dtype, shape, _layout):
         if dtype is BARRIER_WORD:
             return Barriers([Barrier() for _ in range(shape[0])])
-        return Shared(torch.full(shape, float("nan"), dtype=dtype))
+        nothing = float("nan") if dtype.is_floating_point else -(2**31)
+        return Shared(torch.full(shape, nothing, dtype=dtype))
 
     def language(self) -> SimpleNamespace:
         return SimpleNamespace(
@@ -277,8 +279,8 @@ class Machine:
             float32=torch.float64,
             int32=torch.int32,
             int64=BARRIER_WORD,
-            program_id=lambda _axis: torch.tensor(self.program),
-            num_programs=lambda _axis: self.programs,
+            program_id=lambda axis: torch.tensor(self.program[axis]),
+            num_programs=lambda axis: self.programs[axis],
             static_range=range,
             minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
             maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
@@ -315,8 +317,8 @@ class Machine:
 
 BARRIER_WORD = torch.int64
 LAYOUTS = (
-    "NVMMADistributedLayout", "NVMMASharedLayout", "DotOperandLayout", "BlockedLayout",
-    "SliceLayout",
+    "NVMMADistributedLayout", "NVMMASharedLayout", "SwizzledSharedLayout", "DotOperandLayout",
+    "BlockedLayout", "SliceLayout",
 )  # fmt: skip
 
 
@@ -331,9 +333,8 @@ def patch(monkeypatch, machine: Machine, *modules: ModuleType) -> None:
         monkeypatch.setattr(module, "PART", 64)
 
 
-def launch(machine: Machine, kernel, programs: int, *arguments, **constants) -> None:
+def launch(machine: Machine, kernel, grid: tuple[int, ...], *arguments, **constants) -> None:
     """Run every program of a grid, one after the other."""
-    machine.programs = programs
-    for program in range(programs):
-        machine.program = program
+    machine.programs = grid
+    for machine.program in itertools.product(*map(range, grid)):
         kernel(*arguments, **constants)

@@ -26,8 +26,8 @@ def walk(gluon, machine, tables, groups, *, heads, chunks, window=0):
     num_items = groups.shape[0] * heads * chunks
     pointers = [gluon.Pointer(x) for x in (groups, tables.lo, tables.hi)]
     taken = []
-    for index in range(machine.programs):
-        machine.program = index
+    for index in range(*machine.programs):
+        machine.program = (index,)
         steps = int(attention_hopper._num_steps(num_items))
         items = [
             attention_hopper._item(
@@ -44,7 +44,7 @@ def walk(gluon, machine, tables, groups, *, heads, chunks, window=0):
     [(1, 1, 1, 1), (7, 2, 1, 5), (12, 3, 2, 13), (20, 8, 1, 16), (9, 1, 3, 27), (5, 2, 1, 4)],
 )
 def test_every_item_is_taken_once(gluon, machine, num_anchors, heads, chunks, programs):
-    machine.programs = programs
+    machine.programs = (programs,)
     hi = [3 * i for i in range(num_anchors)]
     tables = build_tables([0] * num_anchors, hi, block_size=4, num_ctx=64)
     groups = tables.groups(2)
@@ -59,7 +59,7 @@ def test_every_item_is_taken_once(gluon, machine, num_anchors, heads, chunks, pr
 def test_programs_get_equal_work(gluon, machine, heads):
     """One document: groups see from 0 to all of its tokens. Heaviest first for every head gives
     the heaviest program 1.2 times the mean."""
-    machine.programs = 132
+    machine.programs = (132,)
     hi = list(range(0, 4096, 8))
     tables = build_tables([0] * len(hi), hi, block_size=16, num_ctx=4096)
     taken = walk(gluon, machine, tables, tables.groups(2), heads=heads, chunks=1)
@@ -119,7 +119,7 @@ def test_values(gluon, monkeypatch, layout, ratio, block, window, causal):
         lse = torch.full((heads, rows, ratio), float("nan"), dtype=torch.float64)
         pointers = [gluon.Pointer(x) for x in (out, lse, tables.lo, tables.hi, groups)]
         gluon.launch(
-            machine, attention_hopper.block_attention_fwd_kernel, 3, *sources, *pointers,
+            machine, attention_hopper.block_attention_fwd_kernel, (3,), *sources, *pointers,
             scale * math.log2(math.e), rows, groups.shape[0], items,
             HQ=ratio * heads, R=ratio, B=block, D=dim, SLOTS=tile.slots, CHUNKS=tile.chunks,
             WINDOW=window or 0, CAUSAL=causal, BLOCK_N=64, BLOCK_C=own_tokens, STAGES=2,
