@@ -28,7 +28,16 @@ from dflash_offline.kernels.norm_rope import (
 )
 from dflash_offline.train.anchors import PassTables
 from dflash_offline.train.drafter_config import DrafterConfig
-from dflash_offline.train.projections import Copies, Gathered, Linear, project, project_wide
+from dflash_offline.train.projections import (
+    Copies,
+    Gathered,
+    Linear,
+    Shared,
+    project,
+    project_shared,
+    project_wide,
+    share,
+)
 
 
 class Norm(nn.Module):
@@ -84,11 +93,9 @@ class Attention(nn.Module):
         """Norm and rotate projected keys [R, Hkv·D] to [R, Hkv, D]."""
         return self._rotated(projected, self.k_norm, places)
 
-    def context_pair(
-        self, states: torch.Tensor, places: Places
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def context_pair(self, states: Shared, places: Places) -> tuple[torch.Tensor, torch.Tensor]:
         """Return this layer's keys and values, [T, Hkv, D] each, of the context states [T, H]."""
-        key, value = project_wide(states, [self.k_proj, self.v_proj])
+        key, value = project_shared(states, self.k_proj, self.v_proj)
         return self.keys(key, places), self.values(value)
 
     def values(self, projected: torch.Tensor) -> torch.Tensor:
@@ -158,7 +165,7 @@ class Layer(nn.Module):
         self,
         x: torch.Tensor,
         added: torch.Tensor | None,
-        context: tuple[torch.Tensor, torch.Tensor] | torch.Tensor,
+        context: tuple[torch.Tensor, torch.Tensor] | Shared,
         *,
         tables: BlockTables,
         places: Places,
@@ -303,7 +310,7 @@ class Drafter(nn.Module):
             [N, H] block states after the final norm, ready for the target's head.
         """
         if isinstance(self._copies, Gathered):
-            contexts = [self.context(features)] * len(self.layers)
+            contexts = [share(self.context(features))] * len(self.layers)
             places = Places.of(tables.positions_ctx, self.config)
         else:
             contexts, places = self.context_pairs(features, tables.positions_ctx), None
@@ -345,7 +352,7 @@ class Drafter(nn.Module):
     def _blocks(
         self,
         x: torch.Tensor,
-        contexts: list[tuple[torch.Tensor, torch.Tensor]] | list[torch.Tensor],
+        contexts: list[tuple[torch.Tensor, torch.Tensor]] | list[Shared],
         tables: BlockTables,
         positions: torch.Tensor,
         context_places: Places | None = None,

@@ -112,8 +112,8 @@ def _shared_out(shape: DrafterConfig, load: Load, parameters: int, of_pass: int)
 
     8 P / W of slices. With R = K H^2 outside of layers and M = (P - R) / L in one: b (R + 3 M) of
     weights, for a layer, the next one and the buffer that they arrive in; 8 max(R, M) of
-    gradients, as they are made and on their way; with FP8 2 max(R, H I) of one matrix. An
-    evaluation has b P instead, and nothing of a pass.
+    gradients, as they are made and on their way, and 8 T H of the context's; with FP8 2 max(R, H I)
+    of one matrix. An evaluation has b P instead, and nothing of a pass.
 
     Args:
         parameters: P.
@@ -122,6 +122,7 @@ def _shared_out(shape: DrafterConfig, load: Load, parameters: int, of_pass: int)
     outside = shape.num_features * shape.hidden_size**2
     layer = (parameters - outside) // shape.num_hidden_layers
     whole = load.compute_bytes * (outside + 3 * layer) + 2 * _FP32 * max(outside, layer)
+    whole += 2 * _FP32 * load.context * shape.hidden_size
     if load.fp8 == ALL:
         whole += 2 * max(outside, shape.hidden_size * shape.intermediate_size)
     in_evaluation = load.compute_bytes * parameters - of_pass

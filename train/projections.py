@@ -12,6 +12,7 @@ Letters: N rows, I inputs, O outputs.
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -63,9 +64,6 @@ def project_wide(x: Tensor, projections: Sequence[Linear]) -> tuple[Tensor, ...]
 
     Never in FP8: one product for all is as fast as several in FP8 and their sums.
     """
-    if projections[0].gathered is not None:
-        weights = [each.weight for each in projections]
-        return _GatheredProjections.apply(x, [False] * len(weights), *weights)
     copies = [each.copy for each in projections if each.copy is not None]
     sizes = [each.weight.shape[0] for each in projections]
     if len(copies) < len(projections):
@@ -73,6 +71,26 @@ def project_wide(x: Tensor, projections: Sequence[Linear]) -> tuple[Tensor, ...]
         return F.linear(x, wide).split(sizes, dim=-1)
     wide = _neighbours(copies)
     return _WideProjection.apply(x, wide, *(each.weight for each in projections)).split(sizes, -1)
+
+
+class Shared(NamedTuple):
+    """What `share` returns: an input [N, I] of several calls of `project_shared`."""
+
+    values: Tensor  # without a graph
+    sum: Tensor  # one fp32 number in the shape of the values; its gradient is theirs
+
+
+def share(x: Tensor) -> Shared:
+    """Let x [N, I] be read by several; their gradients of it are summed in fp32, rounded once."""
+    return Shared(x.detach(), _SumOfGradients.apply(x))
+
+
+def project_shared(x: Shared, *projections: Linear) -> tuple[Tensor, ...]:
+    """Return what `project` does, of gathered weights and never in FP8.
+
+    What `project_wide` does in one product, several calls do apart, and round at the same places.
+    """
+    return _SharedProjections.apply(*x, *(each.weight for each in projections))
 
 
 class _Projections(torch.autograd.Function):
@@ -148,6 +166,38 @@ class _GatheredProjections(torch.autograd.Function):
             ):
                 dx = _add_input_grad(dx, grad, weight, fp8)
         return dx, None, *(_product(grad.t(), x) for grad in grads)
+
+
+class _SumOfGradients(torch.autograd.Function):
+    """Stands for x where gradients of it are added up."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.dtype = x.dtype
+        return x.new_zeros((), dtype=torch.float32).expand(x.shape)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return grad.to(ctx.dtype)
+
+
+class _SharedProjections(torch.autograd.Function):
+    """`_GatheredProjections` that leaves dx in fp32."""
+
+    @staticmethod
+    def forward(ctx, x, _sum, *weights):
+        ctx.save_for_backward(x, *weights)
+        return tuple(F.linear(x, weight) for weight in weights)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads):
+        x, *weights = ctx.saved_tensors
+        dx = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for grad, weight in zip(grads, weights, strict=True):
+            _add_product(dx, grad, weight)
+        return None, dx, *(_product(grad.t(), x) for grad in grads)
 
 
 def _each_in_fp8(weights: Sequence[Tensor], in_fp8: Sequence[bool]) -> Iterator[Fp8Weight | None]:

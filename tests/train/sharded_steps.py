@@ -84,7 +84,9 @@ def main(kind: str, dtype_name: str, mistake: str, out: str, start: str | None =
     after = optimizer.tensors()
     with optimizer.averaged():
         drafter = toy.drafter if sharding is None else sharding.whole()
-        averages = {name: each.float().clone() for name, each in drafter.state_dict().items()}
+        averages = {
+            name: each.to(dtype).float().clone() for name, each in drafter.state_dict().items()
+        }
     if world.is_first:
         torch.save([before, after, averages, torch.stack(norms)], out)
     leave_world()

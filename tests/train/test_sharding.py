@@ -57,9 +57,10 @@ def test_updates_are_those_of_one_process(tmp_path: Path, kind: str):
     # Slices of three processes go on in two, those of two in one process that holds all, and
     # what that one left goes on in slices.
     for before, after in ((3, 2), (2, 1), (1, 3)):
-        torch.save(found[before][0], tmp_path / "start.pt")
-        run_steps(str(after), tmp_path / "on.pt", kind=kind, start=tmp_path / "start.pt")
-        found[f"{before} then {after}"] = torch.load(tmp_path / "on.pt")
+        torch.save(found[before][0], tmp_path / f"start{after}.pt")
+    run_steps("1,2,3", tmp_path / "on{size}.pt", kind=kind, start=tmp_path / "start{size}.pt")
+    for size in (1, 2, 3):
+        found[f"on in {size}"] = torch.load(tmp_path / f"on{size}.pt")
     for name, each in found.items():
         assert max(differences(each, found[1]).values()) < TOLERANCE, name
     for size in (2, 3):
@@ -74,23 +75,22 @@ def test_updates_are_those_of_one_process(tmp_path: Path, kind: str):
 
 
 @pytest.mark.slow
-def test_bfloat16_passes_round_no_gradient(tmp_path: Path):
+def test_bfloat16_passes_round_what_one_process_rounds(tmp_path: Path):
     run_steps("1,2,3", tmp_path / "{size}.pt", dtype="bfloat16")
     one, two, three = (torch.load(tmp_path / f"{size}.pt") for size in (1, 2, 3))
-    # The same products on the same weights, and fp32 sums of one slice each.
-    assert max(differences(three, two).values()) < TOLERANCE
-    # One process makes all layers' context in one product, so dx is rounded at other places.
-    assert 0 < max(differences(two, one).values()) < 0.05
-    assert float(two[3][0, 1]) == float(one[3][0, 1]), "the first loss is the same bits"
+    for each in (two, three):
+        # All products and roundings are those of one process. But a weight that lies between two
+        # numbers may go the other way, by 2^-8 of itself.
+        assert max(differences(each, one).values()) < 1e-3
+        assert float(each[3][0, 1]) == float(one[3][0, 1]), "the first loss is the same bits"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", ["mean", "labelled"])
 def test_a_mistake_is_seen(tmp_path: Path, mistake: str):
     """Gradients as means over processes; idle passes that teach something."""
-    run_steps("1", tmp_path / "one.pt")
-    run_steps("2", tmp_path / "two.pt", mistake=mistake)
-    one, two = (torch.load(tmp_path / f"{name}.pt") for name in ("one", "two"))
+    run_steps("1,2", tmp_path / "{size}.pt", mistake=mistake)
+    one, two = (torch.load(tmp_path / f"{size}.pt") for size in (1, 2))
     assert differences(two, one)["norms"] > 100 * TOLERANCE
 
 
