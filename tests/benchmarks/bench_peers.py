@@ -10,7 +10,7 @@ step's time is between the ends of two steps on the GPU. Ours copies the states 
 page-locked memory, beside the step; the peers' are on the GPU. See peers.py for their settings.
 
 In FP8, ours has fp32 masters in both comparisons: it makes its copies from them. The whole step is
-measured for the fastest settings of each peer only.
+left out for settings of a peer that another beats in time and memory.
 
 Runs that share a file of --turns compile, in the first comparison, at the same time, and are timed
 one by one.
@@ -235,10 +235,10 @@ def turn(file: Path | None, *, alone: bool) -> Iterator[None]:
 
 def compare(
     case: Case, options: argparse.Namespace, peers: list[str], *, whole: bool
-) -> dict[str, float]:
-    """Time ours and peers; returns the seconds of those that run."""
-    kind = "whole step, fp32 masters and AdamW" if whole else "forward and backward, bf16 weights"
-    print(f"{options.shape}, {kind}", flush=True)
+) -> dict[str, tuple[float, int]]:
+    """Time ours and peers; returns seconds and memory of the peers that run."""
+    what = "whole step, fp32 masters and AdamW" if whole else "forward and backward, bf16 weights"
+    print(f"{options.shape}, {what}", flush=True)
 
     def run(make: Callable[..., Contender], expected: float | None) -> tuple[float, float, int]:
         return measure(make, case, options, whole=whole, expected=expected)
@@ -252,22 +252,27 @@ def compare(
             theirs[name] = run(PEERS[name], mine["exact"][0])
         except (RuntimeError, ImportError) as problem:
             print(f"{name} does not run: {type(problem).__name__}: {str(problem)[:600]}")
-    best = min(theirs, key=lambda name: theirs[name][1], default=None)
-    for kind, (_, seconds, peak) in mine.items() if best else ():
-        print(
-            f"{kind}: {theirs[best][1] / seconds:.2f} x the rows/s of {best}, "
-            f"{peak / max(1, theirs[best][2]):.2f} x its memory",
-            flush=True,
+    for name, (_, their_seconds, their_peak) in theirs.items():
+        ratios = (
+            f"{kind} {their_seconds / seconds:.2f} x the rows/s in {peak / max(1, their_peak):.2f}"
+            for kind, (_, seconds, peak) in mine.items()
         )
-    return {name: seconds for name, (_, seconds, _) in theirs.items()}
+        print(f"against {name}: {', '.join(ratios)} x the memory", flush=True)
+    return {name: (seconds, peak) for name, (_, seconds, peak) in theirs.items()}
 
 
-def fastest_of_each(seconds: dict[str, float]) -> list[str]:
-    """Return the fastest settings of every trainer."""
-    best: dict[str, str] = {}
-    for name in sorted(seconds, key=seconds.__getitem__):
-        best.setdefault(name.partition("-")[0], name)
-    return list(best.values())
+def worth_more(measured: dict[str, tuple[float, int]]) -> list[str]:
+    """Return settings that no other of the same trainer beats in time without more memory."""
+
+    def is_beaten(name: str) -> bool:
+        seconds, peak = measured[name]
+        trainer = name.partition("-")[0]
+        return any(
+            other.startswith(trainer) and their_seconds < seconds and their_peak <= peak
+            for other, (their_seconds, their_peak) in measured.items()
+        )
+
+    return [name for name in measured if not is_beaten(name)]
 
 
 def installed(package: str) -> str:
@@ -288,8 +293,8 @@ def main() -> None:
     )
     check_gradient(DEVICE)
     case = make_case(options)
-    seconds = compare(case, options, options.peers, whole=False)
-    compare(case, options, fastest_of_each(seconds), whole=True)
+    measured = compare(case, options, options.peers, whole=False)
+    compare(case, options, worth_more(measured), whole=True)
 
 
 if __name__ == "__main__":
