@@ -164,8 +164,9 @@ class Desk:
         judge = BlockJudge(drafter, target.embed_weight(), target.head_weight())
         sample = every_block(self._cache.read(index, drafter.config.target_layer_ids))
         (gains,) = judge.run([sample])
-        produced = list(walk(sample, gains.produced, self._options.max_new_tokens))
-        return _record([], produced) | {"all_blocks": float(gains.produced.mean())}
+        limit = self._options.max_new_tokens
+        answer = sample.anchored.tokens[sample.anchored.supervised][:limit].tolist()
+        return _record(answer, list(walk(sample, gains.produced, limit)))
 
     @lru_cache(maxsize=2)  # noqa: B019 (one desk a process)
     def _target(self, dtype: str) -> tuple[Target, Sequence[int]]:
@@ -270,8 +271,17 @@ def table(records: Sequence[Record]) -> Iterator[str]:
         )
     for (draft, engine, dtype), found in by_job.items():
         other = by_job.get((draft, {"ours": "alone"}.get(engine, "ours"), dtype))
-        if other and engine in ("zlab", "store"):
+        if other and engine == "zlab":
             yield f"{draft}, {dtype}: {same_gains(other, found, engine)}"
+        elif other and engine == "store":
+            # Text that was read back as other tokens, or parted at equal logits, says nothing.
+            same = {
+                n: r for n, r in found.items() if n in other and r["tokens"] == other[n]["tokens"]
+            }
+            if same:
+                yield f"{draft}, {dtype}, where the text is the same: " + same_gains(
+                    other, same, engine
+                )
         elif other and engine == "ours":
             yield f"{draft}, {dtype}: {same_tokens(other, found)}"
     yield from by_source(by_job)
