@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from dflash_offline.common.errors import BadInput, DamagedStore, FoundProblems, Stopped
+from dflash_offline.extract.memory_model import FreeMemory
 from dflash_offline.extract.place import Place
 from dflash_offline.extract.stop_request import StopRequest
 from dflash_offline.extract.tally import Tally
@@ -41,6 +42,7 @@ class _Member:
     """What the first worker knows of one."""
 
     name: str
+    free_bytes: int | None = None
     connection: socket.socket | None = None
     tally: Tally | None = None
     is_done: bool = False
@@ -49,10 +51,18 @@ class _Member:
 class Crew:
     """This process's view of all workers. A context manager that hands on how this one ends."""
 
-    def __init__(self, place: Place, stop: StopRequest, *, device: str) -> None:
+    def __init__(
+        self, place: Place, stop: StopRequest, *, device: str, free_bytes: int | None = None
+    ) -> None:
+        """Meet nobody yet.
+
+        Args:
+            device: this worker's, for messages.
+            free_bytes: of its GPU's memory.
+        """
         self.place = place
         self._stop = stop
-        self._members = {place.rank: _Member(place.describe(device))}
+        self._members = {place.rank: _Member(place.describe(device), free_bytes)}
         self._guard = threading.Lock()
         self._is_leaving = False
         self._has_lost_first = False
@@ -119,6 +129,28 @@ class Crew:
             self._stop.wait(_POLL_S)
         return json.loads(self._ask(lambda: self._store.get(key)))
 
+    def least_free(self) -> FreeMemory:
+        """Wait for every worker, and return the memory of the GPU that has least; for the first.
+
+        Raises:
+            Stopped: a worker has not come.
+        """
+        give_up = time.monotonic() + _MEETING_S
+        while len(self._members) < self.place.size:
+            self._stop.wait(_POLL_S)
+            if time.monotonic() > give_up:
+                missing = sorted(set(range(self.place.size)) - set(self._members))
+                raise Stopped(
+                    f"workers {', '.join(map(str, missing))} of {self.place.size} have not come "
+                    f"within {_MEETING_S:.0f} s; start all of them"
+                )
+        with self._guard:
+            known = [m for m in self._members.values() if m.free_bytes is not None]
+        if self.place.size == 1 or not known:
+            return FreeMemory(self._members[self.place.rank].free_bytes)
+        least = min(known, key=lambda member: member.free_bytes or 0)
+        return FreeMemory(least.free_bytes, least.name)
+
     def shares(self, items: list[int], key: str) -> Iterator[int]:
         """Yield items, each to one worker alone: whoever asks gets the next."""
         for at in range(len(items)) if self.place.size == 1 else self._counted(key):
@@ -181,7 +213,7 @@ class Crew:
                 _watch_silence(connection)
                 rank = int(hello["rank"])
                 with self._guard:
-                    self._members[rank] = _Member(hello["name"], connection)
+                    self._members[rank] = _Member(hello["name"], hello["free"], connection)
                 if self._stop.is_set:
                     self._announce()
                 _thread(self._listen, rank, lines)
@@ -196,8 +228,9 @@ class Crew:
             ) from problem
         _watch_silence(connection)
         me = self._members[self.place.rank]
-        self._members[0] = _Member(first, connection)
-        self._send(0, {"rank": self.place.rank, "token": token, "name": me.name})
+        self._members[0] = _Member(first, connection=connection)
+        hello = {"rank": self.place.rank, "token": token, "name": me.name, "free": me.free_bytes}
+        self._send(0, hello)
         _thread(self._listen, 0, connection.makefile("rb"))
 
     def _listen(self, rank: int, lines: Any) -> None:

@@ -13,6 +13,7 @@ from dflash_offline.common.progress import format_seconds
 from dflash_offline.common.store_checks import refuse_small_disk
 from dflash_offline.common.store_size import estimate_bytes
 from dflash_offline.extract.config import ExtractConfig
+from dflash_offline.extract.memory_model import FreeMemory, free_device_bytes
 from dflash_offline.extract.plan import make_plan, padded_fraction
 from dflash_offline.extract.planning import Prepared, prepare, refuse_small_memory
 from dflash_offline.extract.rows import count_rows, read_rows
@@ -31,7 +32,8 @@ def dry_run(config: ExtractConfig, device: torch.device) -> str:
     Raises:
         BadInput: what the user gave cannot be used, or the extraction does not fit.
     """
-    prepared = prepare(config, device)
+    free = FreeMemory(free_device_bytes(device))
+    prepared = prepare(config, device, free)
     total = sum(map(count_rows, config.data))
     every = max(1, total // _SAMPLE_ROWS)
     rows = islice(chain.from_iterable(map(read_rows, config.data)), 0, None, every)
@@ -43,17 +45,17 @@ def dry_run(config: ExtractConfig, device: torch.device) -> str:
         times = max(1.0, min(times, config.num_samples / report.num_kept))
     num_packs = round(plan.num_packs * times)
     memory = prepared.memory(device, num_packs=num_packs)
-    refuse_small_memory(memory, config.batch_tokens, device)
+    refuse_small_memory(memory, config.batch_tokens, free)
     needed = int(estimate_bytes(prepared.schema, plan) * times)
     blobs = blobs_at(config.out, config.storage_option)
     refuse_small_disk(blobs, needed, {})
     tokens = plan.column("length").sum() * times
     speed = prepared.num_workers * _forward_speed(prepared, device)
-    free = blobs.free_bytes()
-    room = "unknown" if free is None else f"{free / 1e9:.2f} GB"
+    left = blobs.free_bytes()
+    room = "unknown" if left is None else f"{left / 1e9:.2f} GB"
     share = f"from {report.num_rows:,} of {total:,} rows: " if times > 1 else ""
     return (
-        f"{memory.sentence(device)}\n"
+        f"{memory.sentence(free)}\n"
         f"dry run, {share}{tokens:,.0f} tokens, {padded_fraction(plan):.0%} padding; at most "
         f"{needed / 1e9:.3f} GB in {num_packs:,} packs, {room} free; about "
         f"{format_seconds(tokens / (1 - padded_fraction(plan)) / speed)} at {speed:,.0f} tokens/s "

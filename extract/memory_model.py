@@ -29,6 +29,19 @@ _SPARE_FRAC = 0.03
 _GB = 1e9
 
 
+@dataclass(frozen=True)
+class FreeMemory:
+    """What is free on a GPU.
+
+    Attributes:
+        num_bytes: None without a GPU.
+        where: the GPU, for people.
+    """
+
+    num_bytes: int | None
+    where: str = "the GPU"
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemoryModel:
     """Bytes by what they are for.
@@ -43,9 +56,9 @@ class MemoryModel:
     host: dict[str, int]
     per_token: int
 
-    def sentence(self, device: torch.device) -> str:
+    def sentence(self, device_free: FreeMemory) -> str:
         """Return a line for each kind of memory, with what is free."""
-        kinds = [("each GPU", self.device, free_device_bytes(device))] if self.device else []
+        kinds = [("each GPU", self.device, device_free.num_bytes)] if self.device else []
         kinds.append(("this machine", self.host, free_host_bytes()))
         return "\n".join(
             f"memory of {where}: {sum(parts.values()) / _GB:.2f} GB"
@@ -64,12 +77,15 @@ def memory_model(
     pool_packs: int,
     num_workers: int,
     on_gpu: bool,
+    shared_by: int = 1,
 ) -> MemoryModel:
     """Return the peak of an extraction.
 
     A GPU's is `device_bytes`. The host's is, for each worker, the packs that are filled and
     written, the host's part of the ring, and the head; or the weights while they are loaded, where
-    that is more. Without a GPU everything is in the host's memory.
+    that is more. Without a GPU everything is in the host's memory. The processes that share a
+    target put their parts of it on their devices while they load, and all of them gather the whole
+    embedding and head.
 
     Args:
         schema: of the store.
@@ -79,9 +95,12 @@ def memory_model(
         pool_packs: packs in memory at once, `POOL_UNITS` units of them or all that there are.
         num_workers: of this machine.
         on_gpu: whether workers have a GPU each.
+        shared_by: workers that hold one target together.
     """
-    device = device_bytes(schema, cost, dtype=dtype, batch_tokens=batch_tokens)
+    device = device_bytes(schema, cost, dtype=dtype, batch_tokens=batch_tokens, shared_by=shared_by)
     head = _head_bytes(schema, cost, dtype)
+    if shared_by > 1:
+        head += _table_bytes(schema, dtype)
     sent = _code_bytes(schema) if schema.is_coded else schema.bytes_per_token()
     buffers = {
         "packs": pool_packs * pack_bytes(schema),
@@ -103,7 +122,12 @@ def memory_model(
 
 
 def device_bytes(
-    schema: Schema, cost: ForwardCost, *, dtype: torch.dtype, batch_tokens: int
+    schema: Schema,
+    cost: ForwardCost,
+    *,
+    dtype: torch.dtype,
+    batch_tokens: int,
+    shared_by: int = 1,
 ) -> dict[str, int]:
     """Return the peak of one worker's device, by what it is for; e bytes an element of `dtype`.
 
@@ -116,6 +140,12 @@ def device_bytes(
     codes        only with an int codec, which works beside the next forward: twice T * S rows
                  of codes and scales (slot by slot, then all), and 256 MiB of fp32
     workspaces   64 MiB of cuBLAS, only on a GPU; added by `memory_model`
+
+    With n processes that share a target, weights and activations are those of one of them, by the
+    plan of transformers (see `forward_cost`). An untied head is on the devices too, e * V * H / n,
+    and a top-k teacher adds the whole embedding and head, gathered. Rows and codes are not
+    divided: one process of n has them, and every GPU is held to what that one takes. What NCCL
+    takes for itself is not counted.
     """
     # Logits in the head's precision and in fp32, and what log-probabilities need of them.
     logits = HEAD_ROWS * schema.vocab_size * 3 * 4 if schema.num_topk else 0
@@ -126,19 +156,28 @@ def device_bytes(
         activations: max(cost.activation_bytes or 0, logits),
         "rows": NUM_BUFFERS * 2 * num_slots * schema.hidden * batch_tokens,
     }
+    head = _head_bytes(schema, cost, dtype)
     if schema.num_topk:
-        parts["head"] = _head_bytes(schema, cost, dtype)
+        parts["head"] = head
+    if shared_by > 1:
+        gathered = head + _table_bytes(schema, dtype) if schema.num_topk else 0
+        parts["head"] = gathered + math.ceil(head / shared_by)
     if schema.is_coded:
         parts["codes"] = 2 * _code_bytes(schema) * batch_tokens + _CODEC_BYTES
     return parts
 
 
 def _head_bytes(schema: Schema, cost: ForwardCost, dtype: torch.dtype) -> int:
-    return 0 if cost.is_tied else dtype.itemsize * schema.vocab_size * schema.hidden
+    return 0 if cost.is_tied else _table_bytes(schema, dtype)
+
+
+def _table_bytes(schema: Schema, dtype: torch.dtype) -> int:
+    """Return the bytes of an embedding or a head."""
+    return dtype.itemsize * schema.vocab_size * schema.hidden
 
 
 def check_memory(
-    model: MemoryModel, *, batch_tokens: int, device_free: int | None, host_free: int | None
+    model: MemoryModel, *, batch_tokens: int, device_free: FreeMemory, host_free: int | None
 ) -> None:
     """Refuse an extraction that does not fit.
 
@@ -146,8 +185,9 @@ def check_memory(
         BadInput: says what is needed, what is free, and what to change.
     """
     on_gpu = bool(model.device)
-    parts, free = (model.device, device_free) if on_gpu else (model.host, host_free)
-    where = "the GPU" if on_gpu else "this machine"
+    parts, free, where = model.host, host_free, "this machine"
+    if on_gpu:
+        parts, free, where = model.device, device_free.num_bytes, device_free.where
     needed = _with_spare(parts)
     if free is not None and needed > free:
         most = batch_tokens - math.ceil((needed - free) / (1 + _SPARE_FRAC) / model.per_token)
@@ -159,8 +199,8 @@ def check_memory(
             "smaller target"
         )
         raise BadInput(
-            f"--batch-tokens {batch_tokens} needs {needed / _GB:.1f} GB of {where}'s memory, of "
-            f"which {free / _GB:.1f} GB are free ({_listed(parts)}); {remedy}"
+            f"--batch-tokens {batch_tokens} needs {needed / _GB:.1f} GB of the memory of "
+            f"{where}, of which {free / _GB:.1f} GB are free ({_listed(parts)}); {remedy}"
         )
     needed = _with_spare(model.host)
     if on_gpu and host_free is not None and needed > host_free:

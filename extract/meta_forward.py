@@ -4,7 +4,9 @@ No weight is read and nothing is computed; tensors have shapes, and their sizes 
 they live. Letters: T padded tokens, H hidden, I width of the MLP.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,22 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 _VALUES = ("aten::is_nonzero", "aten::item", "aten::_local_scalar_dense")
 _LINEAR_ATTENTION = "linear_attn"
 _CHUNK_TOKENS = 64
+# Which dimension of a weight each style of transformers' tensor-parallel plans deals out, and of a
+# bias; what a style does not name stays whole in every process.
+_DEALT_DIMS = {
+    "colwise": (-2, -1),
+    "colwise_gather_output": (-2, -1),
+    "colwise_rep": (-2, -1),
+    "packed_colwise": (-2, -1),
+    "rowwise": (-1, None),
+    "rowwise_rep": (-1, None),
+    "rowwise_split_input": (-1, None),
+    "packed_rowwise": (-1, None),
+    "embedding_rowwise": (0, None),
+    "embedding_colwise": (1, None),
+}
+# Of these the forward sees parts; the other modules take and give whole states.
+_PARTS_IN_FORWARD = ("colwise", "packed_colwise", "rowwise", "packed_rowwise")
 # Grouped products on the meta device know no other; in float32 everything is twice as large.
 _MEASURED = torch.bfloat16
 
@@ -30,11 +48,12 @@ class ForwardCost:
     """Sizes of a target and of one forward of its decoder.
 
     Attributes:
-        num_parameters: of the decoder and its embedding, without the head.
+        num_parameters: of the decoder and its embedding, without the head, in each process.
         is_tied: the head is the embedding.
         activation_bytes: largest sum of everything alive during the forward beside weights; None
             where the model's code does not run without values.
-        flops_per_token: multiplications and additions of the matrices that a token meets.
+        flops_per_token: multiplications and additions of the matrices that a token meets, over
+            all processes that share the target.
     """
 
     num_parameters: int
@@ -49,6 +68,7 @@ def forward_cost(
     dtype: torch.dtype,
     num_tokens: int,
     max_length: int,
+    shared_by: int = 1,
     trust_remote_code: bool = False,
 ) -> ForwardCost:
     """Return what a forward of `num_tokens` padded tokens takes, in samples of `max_length`.
@@ -58,6 +78,12 @@ def forward_cost(
     normed state, then gate, up and their product. Mixtures of experts, soft-caps, sinks and sliding
     windows have terms of their own, which is why the code is run instead of a formula.
 
+    Of a target that several processes share, what transformers' plan deals out is divided: weights
+    of the plan's modules, and what attention and MLPs make between a module that gives parts and
+    one that takes them (heads, gate, up and their product). Whole in every process are modules
+    that the plan leaves out, states between layers, what linear attention works on, and all
+    activations where the model's code does not run on parts.
+
     Linear attention is taken to run in flash-linear-attention's kernels; see `_fla_elements`.
 
     Args:
@@ -65,6 +91,7 @@ def forward_cost(
         dtype: of weights and activations.
         num_tokens: T, padding included.
         max_length: tokens of a sample; where scores are kept, the longest samples cost most.
+        shared_by: processes that hold the target together.
         trust_remote_code: whether code shipped with the checkpoint may run.
     """
     length = min(max_length, num_tokens)
@@ -79,21 +106,73 @@ def forward_cost(
         linear = dict(module.named_children()).get(_LINEAR_ATTENTION)
         if linear is not None:
             linear.forward = _in_fla(linear, config)
-    weights = list(base.parameters())
-    live = _LiveBytes([*weights, *base.buffers()])
+    flops_per_token = 2 * _active_parameters(base, config)
+    dealt = _dealt_parameters(base, config) if shared_by > 1 else {}
+    num_parameters = sum(
+        _part(weight, dealt[name][0], shared_by).numel() if name in dealt else weight.numel()
+        for name, weight in base.named_parameters()
+    )
+    in_parts = {name: dim for name, (dim, style) in dealt.items() if style in _PARTS_IN_FORWARD}
+    with _parts_of(base, in_parts, shared_by):
+        peak = _peak_bytes(base, ids)
+    if peak is None and in_parts:
+        peak = _peak_bytes(base, ids)
+    tokens = num_samples * length * _MEASURED.itemsize
+    return ForwardCost(
+        num_parameters=num_parameters,
+        is_tied=bool(config.tie_word_embeddings),
+        activation_bytes=None if peak is None else peak * num_tokens * dtype.itemsize // tokens,
+        flops_per_token=flops_per_token,
+    )
+
+
+def _peak_bytes(base: nn.Module, ids: Tensor) -> int | None:
+    """Return the largest sum of a forward's tensors; None where it does not run without values."""
+    live = _LiveBytes([*base.parameters(), *base.buffers()])
     try:
         with torch.no_grad(), _FusedAttention(), live:
             base(input_ids=ids, use_cache=False)
-        tokens = num_samples * length * _MEASURED.itemsize
-        activation_bytes = live.peak * num_tokens * dtype.itemsize // tokens
     except (RuntimeError, NotImplementedError):
-        activation_bytes = None
-    return ForwardCost(
-        num_parameters=sum(weight.numel() for weight in weights),
-        is_tied=bool(config.tie_word_embeddings),
-        activation_bytes=activation_bytes,
-        flops_per_token=2 * _active_parameters(base, config),
-    )
+        return None
+    return live.peak
+
+
+def _dealt_parameters(base: nn.Module, config: PreTrainedConfig) -> dict[str, tuple[int, str]]:
+    """Return dimension and style of every parameter that the target's plan deals out."""
+    plan = config.base_model_tp_plan or {}
+    dealt = {}
+    for name, weight in base.named_parameters():
+        # A plan names modules, or parameters that have none of their own.
+        generic = re.sub(r"\.\d+(?=\.)", ".*", name)
+        style = plan.get(generic) or plan.get(generic.rpartition(".")[0])
+        dims = _DEALT_DIMS.get(style or "")
+        dim = None if dims is None else dims[weight.ndim == 1]
+        if dim is not None:
+            dealt[name] = dim, style
+    return dealt
+
+
+def _part(weight: Tensor, dim: int, shared_by: int) -> Tensor:
+    """Return the largest of the parts that processes have of a weight."""
+    return weight.chunk(shared_by, dim)[0]
+
+
+@contextmanager
+def _parts_of(base: nn.Module, dims: dict[str, int], shared_by: int) -> Iterator[None]:
+    """Let modules hold one process's part of their weights inside."""
+    whole = {name: base.get_parameter(name) for name in dims}
+
+    def put(name: str, weight: Tensor) -> None:
+        module, _, own = name.rpartition(".")
+        base.get_submodule(module).register_parameter(own, nn.Parameter(weight, False))
+
+    for name, weight in whole.items():
+        put(name, _part(weight, dims[name], shared_by).clone())
+    try:
+        yield
+    finally:
+        for name, weight in whole.items():
+            put(name, weight)
 
 
 class _LiveBytes(TorchDispatchMode):

@@ -4,7 +4,7 @@ import hashlib
 import inspect
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -27,9 +27,9 @@ from dflash_offline.extract.config import ExtractConfig
 from dflash_offline.extract.corpus import CorpusReader
 from dflash_offline.extract.fast_path import check_fast_path
 from dflash_offline.extract.memory_model import (
+    FreeMemory,
     MemoryModel,
     check_memory,
-    free_device_bytes,
     free_host_bytes,
     memory_model,
 )
@@ -92,17 +92,21 @@ class Prepared:
         """Return what the extraction takes; before there is a plan, without its packs."""
         return memory_model(
             self.schema,
-            replace(self.cost, num_parameters=self.cost.num_parameters // self.shared_by),
+            self.cost,
             dtype=self.dtype,
             batch_tokens=self.plan_options.batch_tokens,
             pool_packs=min(num_packs, POOL_UNITS * self.plan_options.unit_packs),
             num_workers=self.num_workers,
             on_gpu=device.type == "cuda",
+            shared_by=self.shared_by,
         )
 
 
-def prepare(config: ExtractConfig, device: torch.device) -> Prepared:
+def prepare(config: ExtractConfig, device: torch.device, free: FreeMemory) -> Prepared:
     """Check options and what they mean for the target; loads no weights, writes nothing.
+
+    Args:
+        free: memory of the GPU, of all the run's, that has least.
 
     Raises:
         BadInput: an option that cannot be, or too little memory.
@@ -149,6 +153,7 @@ def prepare(config: ExtractConfig, device: torch.device) -> Prepared:
             dtype=dtype,
             num_tokens=config.batch_tokens,
             max_length=max_length,
+            shared_by=config.tp,
             trust_remote_code=remote,
         ),
         num_workers=_workers_here(config),
@@ -156,7 +161,7 @@ def prepare(config: ExtractConfig, device: torch.device) -> Prepared:
     )
     # A plan alone may be made on another machine than the states.
     if not config.plan_only:
-        refuse_small_memory(prepared.memory(device), config.batch_tokens, device)
+        refuse_small_memory(prepared.memory(device), config.batch_tokens, free)
     return prepared
 
 
@@ -169,13 +174,16 @@ def _plan_options(config: ExtractConfig) -> PlanOptions:
     )
 
 
-def plan_extraction(config: ExtractConfig, device: torch.device) -> Planned:
+def plan_extraction(config: ExtractConfig, device: torch.device, free: FreeMemory) -> Planned:
     """Check options, read the corpus and make the plan; loads no weights, writes nothing.
+
+    Args:
+        free: memory of the GPU, of all the run's, that has least.
 
     Raises:
         BadInput: anything the user gave that cannot be used, or too little memory.
     """
-    prepared = prepare(config, device)
+    prepared = prepare(config, device, free)
     journal = _journal(config, prepared)
     kept, report = prepared.reader.read(
         config.data, config.num_samples, num_workers=num_cores(), journal=journal
@@ -183,7 +191,7 @@ def plan_extraction(config: ExtractConfig, device: torch.device) -> Planned:
     plan, order = make_plan(kept, report, prepared.plan_options)
     memory = prepared.memory(device, num_packs=plan.num_packs)
     if not config.plan_only:
-        refuse_small_memory(memory, config.batch_tokens, device)
+        refuse_small_memory(memory, config.batch_tokens, free)
     return Planned(
         tokenizer=prepared.tokenizer,
         chat=prepared.chat,
@@ -192,7 +200,7 @@ def plan_extraction(config: ExtractConfig, device: torch.device) -> Planned:
         tokens=RowArrays(kept, order),
         masks=RowArrays(kept, order, masks=True),
         plan_fields=_plan_fields(config, plan, prepared.max_length),
-        memory=memory.sentence(device),
+        memory=memory.sentence(free),
         journal=journal,
     )
 
@@ -222,18 +230,13 @@ def _journal(config: ExtractConfig, prepared: Prepared) -> RowJournal:
     return RowJournal(cache_folder() / "planning" / fingerprint(address) / fingerprint(facts))
 
 
-def refuse_small_memory(memory: MemoryModel, batch_tokens: int, device: torch.device) -> None:
+def refuse_small_memory(memory: MemoryModel, batch_tokens: int, free: FreeMemory) -> None:
     """Refuse an extraction that does not fit into what is free.
 
     Raises:
         BadInput: says what is needed and what to change.
     """
-    check_memory(
-        memory,
-        batch_tokens=batch_tokens,
-        device_free=free_device_bytes(device),
-        host_free=free_host_bytes(),
-    )
+    check_memory(memory, batch_tokens=batch_tokens, device_free=free, host_free=free_host_bytes())
 
 
 def _workers_here(config: ExtractConfig) -> int:

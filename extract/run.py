@@ -28,6 +28,7 @@ from dflash_offline.extract.crew import Crew
 from dflash_offline.extract.estimate import dry_run
 from dflash_offline.extract.fast_path import refuse_slow
 from dflash_offline.extract.forward import StateForward
+from dflash_offline.extract.memory_model import free_device_bytes
 from dflash_offline.extract.pipeline import num_writers
 from dflash_offline.extract.place import Place, place_in
 from dflash_offline.extract.planning import Planned, plan_extraction, plan_sentence
@@ -71,7 +72,11 @@ def extract(config: ExtractConfig, place: Place) -> None:
         if not place.is_first:
             return
         place = Place()
-    with StopRequest() as stop, Crew(place, stop, device=str(device)) as crew:
+    free_bytes = free_device_bytes(device)
+    with (
+        StopRequest() as stop,
+        Crew(place, stop, device=str(device), free_bytes=free_bytes) as crew,
+    ):
         if place.is_first:
             _lead(config, crew, stop, device)
         else:
@@ -89,7 +94,7 @@ def _lead(config: ExtractConfig, crew: Crew, stop: StopRequest, device: torch.de
             "warning: without a GPU --dtype auto is float32, and a plan keeps it; for states made "
             "on GPUs plan with --dtype bfloat16"
         )
-    planned = plan_extraction(config, device)
+    planned = plan_extraction(config, device, crew.least_free())
     console.print(plan_sentence(planned))
     blobs = blobs_at(config.out, config.storage_option)
     if not exists(blobs, MANIFEST_KEY):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen3_5TextConfig, Qwen3Config
+from transformers import Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
 
 from dflash_offline.common.errors import BadInput
 from dflash_offline.common.store import Schema
@@ -13,7 +13,12 @@ from dflash_offline.common.target import load_config, load_target
 from dflash_offline.extract import estimate, memory_model, meta_forward, planning
 from dflash_offline.extract import run as run_module
 from dflash_offline.extract.cli import main as extract_command
-from dflash_offline.extract.memory_model import MemoryModel, check_memory, free_host_bytes
+from dflash_offline.extract.memory_model import (
+    FreeMemory,
+    MemoryModel,
+    check_memory,
+    free_host_bytes,
+)
 from dflash_offline.extract.meta_forward import ForwardCost, forward_cost
 
 GB = 10**9
@@ -161,6 +166,80 @@ def test_best_tokens_need_the_head():
     assert found.device["head"] == 0
 
 
+def test_shared_target():
+    """Its head is dealt out too, and gathered with the embedding where it is needed whole."""
+    table = 2 * 1000 * 1024
+    alone, shared = model(num_workers=8), model(num_workers=8, shared_by=4)
+    # Parameters and activations are given for one process.
+    assert shared.device == {**alone.device, "head": table // 4}
+    assert shared.host["head"] == 8 * 2 * table
+    assert {**shared.host, "head": 0} == {**alone.host, "head": 0}
+    best = dataclasses.replace(SCHEMA, teacher="topk:64")
+    cost = cost_with(10**6)
+    options = {"dtype": torch.bfloat16, "batch_tokens": 4096, "shared_by": 4}
+    found = memory_model.device_bytes(best, cost, **options)
+    assert found["head"] == 2 * table + table // 4
+    tied = memory_model.device_bytes(best, cost_with(10**6, is_tied=True), **options)
+    assert tied["head"] == table
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_parts_of_a_dense_target(size: int):
+    """What the plan deals out is divided: matrices of layers, heads, gate, up and product."""
+    config = Qwen3Config(
+        vocab_size=1000,
+        hidden_size=256,
+        intermediate_size=1536,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+    )
+    whole, part = cost_of(config), cost_of(config, shared_by=size)
+    matrices = 4 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 1536)
+    assert part.num_parameters == whole.num_parameters - matrices + matrices // size
+    expected = 2 * 2048 * (4 * 256 + 3 * 1536 // size)
+    assert part.activation_bytes == pytest.approx(expected, rel=0.05)
+    assert part.flops_per_token == whole.flops_per_token
+    assert cost_of(config) == whole
+
+
+def test_parts_of_experts():
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    experts = {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 256}
+    config = Qwen3MoeConfig(vocab_size=1000, num_hidden_layers=2, **shape, **experts)
+    whole, part = cost_of(config), cost_of(config, shared_by=2)
+    # The router, the embedding and the norms stay whole.
+    norms = 2 * (2 * 64 + 2 * 16) + 64
+    stays = 1000 * 64 + norms + 2 * 8 * 64
+    assert part.num_parameters == stays + (whole.num_parameters - stays) // 2
+    assert 0.5 < part.activation_bytes / whole.activation_bytes < 0.6
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma3", "gpt-oss", "qwen3.5-hybrid"])
+def test_parts_of_every_family(make_target, family: str):
+    """Never less than a share; for linear attention and kept scores activations stay whole."""
+    config = load_config(make_target(family))
+    whole, part = cost_of(config, num_tokens=512), cost_of(config, num_tokens=512, shared_by=2)
+    assert whole.num_parameters / 2 < part.num_parameters < whole.num_parameters
+    if family in ("gpt-oss", "qwen3.5-hybrid"):
+        assert part.activation_bytes == whole.activation_bytes
+    else:
+        assert 0.5 < part.activation_bytes / whole.activation_bytes < 1
+
+
+def test_code_that_does_not_run_on_parts(make_target, monkeypatch):
+    config = load_config(make_target("qwen3"))
+    measure = meta_forward._peak_bytes
+
+    def refuse_parts(base, ids):
+        width = base.get_parameter("layers.0.mlp.down_proj.weight").shape[1]
+        return measure(base, ids) if width == config.intermediate_size else None
+
+    monkeypatch.setattr(meta_forward, "_peak_bytes", refuse_parts)
+    assert cost_of(config, shared_by=2).activation_bytes == cost_of(config).activation_bytes
+
+
 def test_without_a_gpu_everything_is_in_one_place():
     found = model(on_gpu=False)
     assert found.device == {}
@@ -183,7 +262,9 @@ def test_a_budget_that_fits_is_named(on_gpu: bool):
         )
 
     def check(tokens: int) -> None:
-        check_memory(of(tokens), batch_tokens=tokens, device_free=4 * GB, host_free=8 * GB)
+        check_memory(
+            of(tokens), batch_tokens=tokens, device_free=FreeMemory(4 * GB), host_free=8 * GB
+        )
 
     budget = 65536
     with pytest.raises(BadInput, match=r"--batch-tokens 65536 needs .* GB are free.*lower") as no:
@@ -198,13 +279,21 @@ def test_a_budget_that_fits_is_named(on_gpu: bool):
 
 def test_no_budget_fits():
     with pytest.raises(BadInput, match="do not fit, so use a GPU with more memory"):
-        check_memory(model(), batch_tokens=32768, device_free=GB, host_free=None)
+        check_memory(model(), batch_tokens=32768, device_free=FreeMemory(GB), host_free=None)
+
+
+def test_refusal_names_the_gpu():
+    least = FreeMemory(GB, "worker 5 (rank 5 of 8 on node-1, cuda:5)")
+    words = r"of the memory of worker 5 .rank 5 of 8 on node-1, cuda:5., of which 1.0 GB are free"
+    with pytest.raises(BadInput, match=words):
+        check_memory(model(), batch_tokens=32768, device_free=least, host_free=None)
+    assert "of 1.0 GB free" in model().sentence(least)
 
 
 def test_small_host():
     with pytest.raises(BadInput, match="workers of this machine need .* --pack-tokens"):
-        check_memory(model(), batch_tokens=32768, device_free=None, host_free=4 * GB)
-    check_memory(model(), batch_tokens=32768, device_free=None, host_free=None)
+        check_memory(model(), batch_tokens=32768, device_free=FreeMemory(None), host_free=4 * GB)
+    check_memory(model(), batch_tokens=32768, device_free=FreeMemory(None), host_free=None)
 
 
 def test_free_memory_of_this_machine():
