@@ -35,11 +35,18 @@ class World:
 
 
 @contextmanager
-def with_the_others() -> Iterator[None]:
-    """Turn what a collective raises when another process is gone into `Stopped`."""
+def with_the_others(*, computing: bool = False) -> Iterator[None]:
+    """Turn what a collective raises when another process is gone into `Stopped`.
+
+    Args:
+        computing: other things happen inside too, whose errors are theirs.
+    """
     try:
         yield
     except RuntimeError as problem:
+        # gloo has no error of its own.
+        if computing and not isinstance(problem, dist.DistError) and "gloo" not in str(problem):
+            raise
         raise Stopped(
             f"another process of the job is gone ({str(problem).splitlines()[0]}); the same "
             "command goes on from the newest checkpoint"

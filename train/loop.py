@@ -29,6 +29,7 @@ from dflash_offline.train.distributed import (
     largest,
     leave_world,
     sum_over_ranks,
+    with_the_others,
 )
 from dflash_offline.train.evaluate import merge
 from dflash_offline.train.flops import datasheet_rate, pass_flops
@@ -355,10 +356,11 @@ def train_step(
     optimizer.zero_grad()
     parts = setup.drafter, setup.head, setup.objective
     missing = setup.sharding.missing_passes(len(given.passes)) if setup.sharding is not None else 0
-    totals = accumulate(*parts, given.passes, clock)
-    if missing:
-        # The others' passes need what this process holds of the weights.
-        accumulate(*parts, [setup.idle_pass] * missing, clock)
+    with with_the_others(computing=True):
+        totals = accumulate(*parts, given.passes, clock)
+        if missing:
+            # The others' passes need what this process holds of the weights.
+            accumulate(*parts, [setup.idle_pass] * missing, clock)
     with clock.phase("optimizer"):
         sum_over_ranks([totals])
         norm, skipped = optimizer.step(lr=lr, weight_sum=totals[1], clip=setup.config.clip)

@@ -12,9 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from dflash_offline.common.errors import Stopped
 from dflash_offline.train.checkpoint import checkpoints, load_state
 from dflash_offline.train.cli import main
-from dflash_offline.train.distributed import World, gather_objects, largest, sum_over_ranks
+from dflash_offline.train.distributed import (
+    World,
+    gather_objects,
+    largest,
+    sum_over_ranks,
+    with_the_others,
+)
 
 WORLDS = Path(__file__).parent / "worlds.py"
 RUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1"]
@@ -44,6 +51,18 @@ def test_one_process_needs_no_group():
     assert tensor.tolist() == [1, 1, 1]
     assert largest(2.0, World(), torch.device("cpu")) == 2.0
     assert gather_objects("x", World()) == ["x"]
+
+
+def test_errors_of_computing_stay_what_they_are():
+    with pytest.raises(Stopped, match="another process of the job is gone"), with_the_others():
+        raise RuntimeError("anything")
+    lost = "[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"
+    with pytest.raises(Stopped, match="reset by peer"), with_the_others(computing=True):
+        raise RuntimeError(lost)
+    with pytest.raises(Stopped), with_the_others(computing=True):
+        raise torch.distributed.DistBackendError("NCCL communicator was aborted")
+    with pytest.raises(RuntimeError, match="out of memory"), with_the_others(computing=True):
+        raise RuntimeError("CUDA out of memory")
 
 
 def run(*command: str) -> str:
@@ -156,8 +175,8 @@ def test_a_run_is_the_same_at_any_world_size(small_store, tmp_path: Path, shard:
         compare(records_of(out), whole)
 
 
-@pytest.fixture
-def two_workers(small_store, tmp_path: Path):
+@pytest.fixture(params=["optimizer", "all"])
+def two_workers(small_store, tmp_path: Path, request: pytest.FixtureRequest):
     """A run without an end by two workers that has made some steps; its command without the end."""
     out = tmp_path / "run"
     command = [
@@ -165,7 +184,7 @@ def two_workers(small_store, tmp_path: Path):
         *("--cache", small_store[0], "--out", str(out), "--gpus", "2", "--device", "cpu"),
         *("--draft-layers", "1", "--block-size", "4", "--mask-token-id", "96"),
         *("--samples-per-step", "4", "--log-every", "1", "--checkpoint-every", "2"),
-        *("--lr-schedule", "constant"),
+        *("--lr-schedule", "constant", "--shard", request.param),
     ]
     launcher = subprocess.Popen(
         [*command, "--num-steps", "100000"], stderr=subprocess.PIPE, text=True
