@@ -108,10 +108,8 @@ def forward_cost(
             linear.forward = _in_fla(linear, config)
     flops_per_token = 2 * _active_parameters(base, config)
     dealt = _dealt_parameters(base, config) if shared_by > 1 else {}
-    num_parameters = sum(
-        _part(weight, dealt[name][0], shared_by).numel() if name in dealt else weight.numel()
-        for name, weight in base.named_parameters()
-    )
+    weights = dict(base.named_parameters())
+    held = weights | {name: _part(weights[name], dealt[name][0], shared_by) for name in dealt}
     in_parts = {name: dim for name, (dim, style) in dealt.items() if style in _PARTS_IN_FORWARD}
     with _parts_of(base, in_parts, shared_by):
         peak = _peak_bytes(base, ids)
@@ -119,7 +117,7 @@ def forward_cost(
         peak = _peak_bytes(base, ids)
     tokens = num_samples * length * _MEASURED.itemsize
     return ForwardCost(
-        num_parameters=num_parameters,
+        num_parameters=sum(weight.numel() for weight in held.values()),
         is_tied=bool(config.tie_word_embeddings),
         activation_bytes=None if peak is None else peak * num_tokens * dtype.itemsize // tokens,
         flops_per_token=flops_per_token,

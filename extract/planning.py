@@ -112,9 +112,8 @@ def prepare(config: ExtractConfig, device: torch.device, free: FreeMemory) -> Pr
         BadInput: an option that cannot be, or too little memory.
     """
     plan_options = _plan_options(config)
-    chat_options = ChatOptions.from_options(
-        config.chat_template, config.chat_template_arg, config.system_prompt
-    )
+    template = (config.chat_template, config.chat_template_arg, config.system_prompt)
+    chat_options = ChatOptions.from_options(*template)
     remote = config.trust_remote_code
     target_config = load_config(config.target, config.target_revision, trust_remote_code=remote)
     check_codec(config.codec, target_config.hidden_size)
