@@ -69,9 +69,11 @@ def test_a_run_leaves_what_it_promises(config, small_store, tmp_path, monkeypatc
 
 
 def test_a_run_says_what_memory_it_takes(config, small_store, tmp_path, capsys):
-    train(config(small_store[0], tmp_path / "run", num_steps=1))
+    train(config(small_store[0], tmp_path / "run", num_steps=1, shard="all"))
     line = r"training takes about \d+\.\d+ GB \(target 0\.00, drafter 0\.00, optimiser 0\.00, "
-    assert re.search(line, capsys.readouterr().err)
+    said = capsys.readouterr().err
+    assert re.search(line, said)
+    assert "--shard all: there is one process, which holds everything" in said
 
 
 def test_training_lowers_the_loss(config, small_store, tmp_path):
