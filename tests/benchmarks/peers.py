@@ -114,7 +114,7 @@ def specforge(case: Case, *, whole: bool, chunk: int, liger: bool) -> Contender:
     return Contender(f"SpecForge, chunk {chunk}{', Liger' if liger else ''}", step)
 
 
-def speculators(case: Case, *, whole: bool) -> Contender:
+def speculators(case: Case, *, whole: bool, fused: bool) -> Contender:
     """The DFlash step of speculators, its forward compiled, on one packed row.
 
     Its labels are its target's best tokens: the states that it gets for them are the rows of the
@@ -124,6 +124,7 @@ def speculators(case: Case, *, whole: bool) -> Contender:
     Args:
         whole: fp32 weights under autocast, and AdamW on them, as its trainer; else bf16 weights
             and no optimiser. The frozen heads are bf16 either way, as autocast makes them.
+        fused: `--loss-implementation fused`, the default; else eager, compiled with the rest.
     """
     from speculators.losses import resolve_loss_config
     from speculators.models.dflash import DFlashSpeculatorConfig, core
@@ -152,12 +153,10 @@ def speculators(case: Case, *, whole: bool) -> Contender:
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR) if whole else None
     given, autocast = _packed_row(case), whole and DEVICE.type == "cuda"
-    loss_config = {
-        name: (torch.compiler.disable(loss), weight)
-        for name, (loss, weight) in resolve_loss_config(
-            "ce", "fused" if _HAS_FLEX else "eager"
-        ).items()
-    }
+    loss_config = resolve_loss_config("ce", "fused" if fused and _HAS_FLEX else "eager")
+    if fused:
+        loss, weight = loss_config["ce"]
+        loss_config = {"ce": (torch.compiler.disable(loss), weight)}
     chosen = torch.from_numpy(_anchors_of_row(case)).to(DEVICE)
     valid = torch.ones_like(chosen, dtype=torch.bool)
     core.select_anchors = lambda *_: (chosen, valid)
@@ -175,7 +174,7 @@ def speculators(case: Case, *, whole: bool) -> Contender:
         # It divides by the number of rows.
         return loss.detach() * case.num_rows
 
-    return Contender("speculators", step)
+    return Contender(f"speculators, {'fused' if fused else 'eager'} loss", step)
 
 
 # What a run can choose from; each takes a case and `whole`.
@@ -183,7 +182,8 @@ PEERS = {
     "specforge": partial(specforge, chunk=128, liger=False),
     "specforge-liger": partial(specforge, chunk=128, liger=True),
     "specforge-liger-logits": partial(specforge, chunk=0, liger=True),
-    "speculators": speculators,
+    "speculators": partial(speculators, fused=True),
+    "speculators-eager": partial(speculators, fused=False),
 }
 
 
