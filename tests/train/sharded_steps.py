@@ -1,7 +1,8 @@
 """Steps of a toy drafter, shared out to the processes of a job where there are several.
 
 `worlds.py SIZES sharded_steps.py KIND DTYPE MISTAKE OUT [START]`: saves what the optimiser holds
-before and after, the norms of the gradients, and what this process keeps in memory.
+before and after, the norms of the gradients, and what this process keeps in memory. DTYPE may be
+`fp8`, which is bfloat16 with products in FP8.
 """
 
 import gc
@@ -44,7 +45,7 @@ def held_bytes(drafter: torch.nn.Module, optimizer: Optimizer) -> dict[str, int]
 
 def main(kind: str, dtype_name: str, mistake: str, out: str, start: str | None = None) -> None:
     world = join_world("cpu")
-    dtype = getattr(torch, dtype_name)
+    dtype = torch.bfloat16 if dtype_name == "fp8" else getattr(torch, dtype_name)
     toy = Toy(make_config(num_hidden_layers=3), torch.float32)
     head, options = toy.head.to(torch.device("cpu"), dtype), toy.options()
     sharding = None
@@ -53,6 +54,8 @@ def main(kind: str, dtype_name: str, mistake: str, out: str, start: str | None =
         if mistake == "mean":
             for unit in [*toy.drafter.layers, toy.drafter]:
                 unit.set_gradient_divide_factor(float(world.size))
+    if dtype_name == "fp8":
+        toy.drafter.use_fp8()
     optimizer = Optimizer(
         toy.drafter, weight_decay=0.1, betas=(0.9, 0.95), kind=kind, ema=0.8, world=world
     )

@@ -75,8 +75,9 @@ def test_updates_are_those_of_one_process(tmp_path: Path, kind: str):
 
 
 @pytest.mark.slow
-def test_bfloat16_passes_round_what_one_process_rounds(tmp_path: Path):
-    run_steps("1,2,3", tmp_path / "{size}.pt", dtype="bfloat16")
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+def test_passes_round_what_one_process_rounds(tmp_path: Path, dtype: str):
+    run_steps("1,2,3", tmp_path / "{size}.pt", dtype=dtype)
     one, two, three = (torch.load(tmp_path / f"{size}.pt") for size in (1, 2, 3))
     for each in (two, three):
         # All products and roundings are those of one process. But a weight that lies between two
