@@ -152,7 +152,7 @@ def speculators(case: Case, *, whole: bool, fused: bool) -> Contender:
     _fill(model, case.weights() | frozen)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR) if whole else None
-    given, autocast = _packed_row(case), whole and DEVICE.type == "cuda"
+    given, autocast = _packed_row(case), whole and DTYPE is torch.bfloat16
     loss_config = resolve_loss_config("ce", "fused" if fused and _HAS_FLEX else "eager")
     if fused:
         loss, weight = loss_config["ce"]
