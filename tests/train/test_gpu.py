@@ -134,7 +134,7 @@ def test_two_gpus_share_all_out_in_bf16(gpu_config, fp8):
     """Passes of 64 rows, so that one GPU has more of them than the other, and a run cut in two."""
     found = {}
     kind = {"device": "cuda", "gpus": "2", "fp8": fp8, "rows_per_pass": 64, "ema": 0.9}
-    kind |= {"lr_schedule": "constant", "warmup": 0.0}
+    kind |= {"lr_schedule": "constant", "warmup": 0.0, "num_anchors": 24}
     for shard in ("optimizer", "all"):
         whole = gpu_config(shard, shard=shard, **kind)
         start(whole)
