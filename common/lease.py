@@ -46,7 +46,7 @@ class Ownership(Protocol):
         ...
 
     def check(self) -> None:
-        """Raise `Stopped` when ownership was lost."""
+        """Raise `Stopped` when ownership was lost or given back."""
         ...
 
     def release(self) -> None:
@@ -148,7 +148,8 @@ class LocalLock:
         self._descriptor = descriptor
 
     def check(self) -> None:
-        pass
+        if self._descriptor is None:
+            raise _given_back(str(self.path.parent))
 
     def standing(self) -> str:
         return self.path.read_text() if self.path.exists() else ""
@@ -199,6 +200,8 @@ class Lease:
         self._thread.start()
 
     def check(self) -> None:
+        if self._generation is None:
+            raise _given_back(self._blobs.url)
         if self._lost_to is None and time.monotonic() - self._last_beat > 2 * self._beat_s:
             self._beat()
         if self._lost_to is not None:
@@ -292,6 +295,11 @@ def _beat_key(generation: int) -> str:
 
 def _first_line(text: str) -> str:
     return text.partition("\n")[0]
+
+
+def _given_back(url: str) -> Stopped:
+    # Of a thread that was still writing when its run ended.
+    return Stopped(f"this run has given the store at {url} back; what is committed is safe")
 
 
 def _taken_over(url: str, owner: str) -> Stopped:

@@ -174,6 +174,9 @@ class CorpusReader:
         Raises:
             BadInput: a value of the wrong type; names address and field.
         """
+        if not _is_unicode(row.values):
+            example = f"{row.address}: half of a surrogate pair is no character"
+            return Skipped(reason=NOT_RENDERED, example=example)
         content = parse_row(row)
         if isinstance(content, Conversation) and not _has_assistant(content):
             return Skipped(reason=NO_ASSISTANT, example=row.address)
@@ -281,6 +284,21 @@ class _Tally:
             skipped=dict(self.skipped),
             examples=self.examples,
         )
+
+
+def _is_unicode(value: Any) -> bool:
+    """Say whether every text can be encoded; JSON's escapes can give one that cannot."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return False
+        return True
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list):
+        return True
+    return all(_is_unicode(each) for each in value if not isinstance(each, int))
 
 
 def _has_assistant(content: Conversation) -> bool:

@@ -6,6 +6,8 @@ and all of them take units from one queue.
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from rich.console import Console
@@ -76,11 +78,24 @@ def extract(config: ExtractConfig, place: Place) -> None:
     with (
         StopRequest() as stop,
         Crew(place, stop, device=str(device), free_bytes=free_bytes) as crew,
+        _told_of_memory(device),
     ):
         if place.is_first:
             _lead(config, crew, stop, device)
         else:
             _follow(config, crew, stop, device)
+
+
+@contextmanager
+def _told_of_memory(device: torch.device) -> Iterator[None]:
+    """End the run where memory is wanted that cannot be had, whatever the estimate said."""
+    try:
+        yield
+    except torch.OutOfMemoryError as problem:
+        raise Stopped(
+            f"the memory of {device} has run out ({str(problem).splitlines()[0]}); what is "
+            "committed is safe, go on where more is free"
+        ) from problem
 
 
 def _lead(config: ExtractConfig, crew: Crew, stop: StopRequest, device: torch.device) -> None:

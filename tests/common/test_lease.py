@@ -14,7 +14,7 @@ from dflash_offline.common.blobs import Blobs, LocalBlobs, blobs_at
 from dflash_offline.common.errors import BadInput, Stopped
 from dflash_offline.common.lease import Lease, LocalLock, take_ownership
 from dflash_offline.common.object_blobs import ObjectBlobs
-from dflash_offline.common.store import COMMIT, FEATURES
+from dflash_offline.common.store import COMMIT, FEATURES, commit_key
 from dflash_offline.common.store_writer import Store
 
 
@@ -236,3 +236,15 @@ def test_store_lost_while_a_pack_is_written(tmp_path, corpus_maker, monkeypatch)
     assert joined.blobs.list(f"{FEATURES}/c/0")
     assert not joined.blobs.list(COMMIT)
     others[0].close()
+
+
+@pytest.mark.parametrize("address", ["{}", "memory://{}"])
+def test_nothing_is_committed_once_ownership_is_given_back(address, tmp_path, corpus_maker):
+    """A thread may be writing a pack while its run ends, and the next run begins."""
+    corpus = corpus_maker(lengths=(100, 90), num_held_out=0)
+    store = corpus.open(address.format(tmp_path / "store"))
+    corpus.commit(store, [0])
+    store.close()
+    with pytest.raises(Stopped, match="has given the store .* back"):
+        corpus.commit(store, [1])
+    assert store.blobs.list(COMMIT) == [commit_key(0)]

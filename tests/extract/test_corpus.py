@@ -146,6 +146,26 @@ def test_unusable_rows_are_counted(reader: CorpusReader):
     assert "1 skipped (no assistant turn; first: set.jsonl row 2)" in report.sentence()
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        r'{"turns": ["a\ud83d"], "answers": ["b"]}',
+        r'{"messages": [{"role": "assistant", "content": [{"type": "text", "text": "\ude00"}]}]}',
+        r'{"prompt": "a", "completion": "\ud83d\ud83d"}',
+        r'{"id": "x\ud83d", "turns": ["a"], "answers": ["b"]}',
+        r'{"source": "\ud83d", "input_ids": [1, 2], "loss_mask": [1, 1]}',
+    ],
+    ids=["question", "part", "completion", "id", "source"],
+)
+def test_text_that_is_not_unicode(reader: CorpusReader, line: str):
+    """As a cut-off emoji in JSON: one row is skipped, not the run ended."""
+    whole = json.loads(r'{"turns": ["\ud83d\ude00"], "answers": ["b\ud83d\ude00"]}')
+    rows, report = reader.convert(rows_of(whole, json.loads(line)))
+    assert len(rows) == 1
+    assert report.skipped == {corpus.NOT_RENDERED: 1}
+    assert "set.jsonl row 2: half of a surrogate pair" in report.examples[corpus.NOT_RENDERED]
+
+
 def test_num_samples_counts_kept_rows(reader: CorpusReader):
     rows, report = reader.convert(rows_of({"turns": ["?"]}, MESSAGES, MESSAGES, MESSAGES), 2)
     assert [row.id for row in rows] == ["set:1", "set:2"]

@@ -119,6 +119,19 @@ def test_memory_that_goes_back_is_not_read_again(codec, extract, small_units, mo
     assert content(poisoned) == content(sound)
 
 
+@pytest.mark.parametrize("where", ["load_target", "Worker"])
+def test_memory_that_is_gone_is_no_bug(where, extract, monkeypatch, capsys):
+    """While the target is loaded, or for the ring: others may take memory after the estimate."""
+
+    def fail(*_args, **_kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    monkeypatch.setattr(run_module, where, fail)
+    code, _ = extract(9, "store")
+    assert code == 3
+    assert "memory of cpu has run out (CUDA out of memory" in capsys.readouterr().err
+
+
 def out_of_memory_above(monkeypatch, padded_tokens: int) -> None:
     states = forward_module.StateForward.states
 
