@@ -206,7 +206,9 @@ class _Launcher:
         quiet = (BadInput.exit_code, Stopped.exit_code)
         rank = min(bad, key=lambda rank: (bad[rank] in _OWN_CODES, bad[rank] in quiet))
         code = bad[rank]
-        if code in _OWN_CODES and (rank == 0 or code not in quiet):
+        # Bad input is found by all, and the first says it, which may have been the last to end.
+        is_told = rank == 0 or code not in quiet or codes[0] == code == BadInput.exit_code
+        if code in _OWN_CODES and is_told:
             return code
         how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
         hint = ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""

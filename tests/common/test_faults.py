@@ -225,7 +225,10 @@ class NoLease(Lease):
     """What a run without the lease would do."""
 
     def acquire(self, description: str) -> None:
-        self._last_beat = time.monotonic() + 1e9
+        pass
+
+    def check(self) -> None:
+        pass
 
 
 @pytest.mark.parametrize("storage", ["s3", "local"])

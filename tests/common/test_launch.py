@@ -26,7 +26,11 @@ def work(config):
     if what == "finish":
         size, port = os.environ["WORLD_SIZE"], os.environ["MASTER_PORT"]
         (Path(folder) / f"{rank}.place").write_text(f"{rank} of {size} at {port}")
-    elif what == "bad":
+    elif what in ("bad", "late"):
+        first, last = (0, 1) if what == "bad" else (1, 0)
+        while rank == last and not (Path(folder) / f"{first}.pid").exists():
+            time.sleep(0.05)
+        time.sleep(0.3 if rank == last else 0.0)
         raise BadInput("--lr: no good") if rank == 0 else SystemExit(2)
     elif rank == 1 and what == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -92,6 +96,7 @@ def test_workers_have_places_and_meet_at_one_port(job, tmp_path):
         ("odd", 3, "worker 1 (rank 1 of 2 on vm, cpu) was ended by exit code 17; go on"),
         ("bug", 70, "ValueError: never thought of"),
         ("bad", 2, "error: --lr: no good"),
+        ("late", 2, "error: --lr: no good"),
     ],
 )
 def test_the_worker_that_ended_badly_is_named(job, tmp_path, capfd, monkeypatch, what, code, words):
@@ -101,7 +106,7 @@ def test_the_worker_that_ended_badly_is_named(job, tmp_path, capfd, monkeypatch,
     shown = capfd.readouterr().err
     assert words in shown
     assert shown.count("was ended by") == (what in ("killed", "odd"))
-    assert what != "bad" or shown.count("error: ") == 1
+    assert what not in ("bad", "late") or shown.count("error: ") == 1
     assert not any(is_running(pid) for pid in pids(tmp_path))
 
 
