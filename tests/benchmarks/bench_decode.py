@@ -16,7 +16,6 @@ import json
 import math
 import multiprocessing
 import queue
-import sys
 import time
 import traceback
 from argparse import Namespace
@@ -29,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 from decoding_walk import every_block, walk
+from record_workers import read_records, written_records
 
 from dflash_offline.common.cache import open_cache
 from dflash_offline.common.chat import stop_token_ids
@@ -229,27 +229,8 @@ def run_all(options: Namespace, done: set[tuple]) -> None:
         context.Process(target=work, args=(options, until, tasks, results), daemon=True)
         for _ in range(options.workers)
     ]
-    for worker in workers:
-        worker.start()
-    with options.out.open("a") as out:
-        while any(worker.is_alive() for worker in workers) or not results.empty():
-            try:
-                record = results.get(timeout=1)
-            except queue.Empty:
-                if time.time() > until + 10:
-                    break
-                continue
-            if isinstance(record, str):
-                print(record, file=sys.stderr, flush=True)
-                continue
-            out.write(json.dumps(record) + "\n")
-            out.flush()
-    for worker in workers:
-        worker.terminate()
-
-
-def read_records(path: Path) -> list[Record]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    for _ in written_records(workers, results, out=options.out, until=until):
+        pass
 
 
 def table(records: Sequence[Record]) -> Iterator[str]:

@@ -16,6 +16,7 @@ import torch
 import transformers
 from bench_extract import random_target
 from bench_step import make_setup, measure, packs_of
+from gpu_timing import revision
 from gradient_gate import check_gradient
 from random_store import write_store
 from step_shapes import DEVICE, SHAPES, device_name, pack_tokens
@@ -39,7 +40,7 @@ def parse() -> Namespace:
     parser.add_argument("--document", type=int, default=2048, help="tokens of a document")
     parser.add_argument("--anchors", type=int, default=128, help="anchors of a document")
     parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--commit", default=revision())
     return Namespace(**_STEP | vars(parser.parse_args()))
 
 

@@ -20,7 +20,6 @@ import argparse
 import fcntl
 import gc
 import itertools
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +32,7 @@ import numpy as np
 import torch
 import transformers
 import triton
+from gpu_timing import revision
 from gradient_gate import check_gradient
 from peers import PEERS, Case, Contender
 from step_shapes import (
@@ -79,7 +79,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--anchors", type=int, default=128, help="anchors of a document")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--turns", type=Path, help="a file that runs on one GPU share")
-    parser.add_argument("--commit", help="what to print where there is no git")
+    parser.add_argument("--commit", default=revision(), help="what to print as the commit")
     return parser.parse_args()
 
 
@@ -294,12 +294,10 @@ def installed(package: str) -> str:
 
 def main() -> None:
     options = parse()
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    commit = options.commit or subprocess.run(command, capture_output=True, text=True).stdout
     print(
         f"{device_name()}, torch {torch.__version__}, triton {triton.__version__}, transformers "
         f"{transformers.__version__}, Python {sys.version.split()[0]}, "
-        f"{', '.join(map(installed, _PACKAGES))}, commit {commit.strip() or 'unknown'}"
+        f"{', '.join(map(installed, _PACKAGES))}, commit {options.commit}"
     )
     check_gradient(DEVICE)
     case = make_case(options)

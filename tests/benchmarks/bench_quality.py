@@ -12,10 +12,8 @@ A second call goes on with the runs that are missing from --out, which gets a li
 """
 
 import argparse
-import json
 import multiprocessing
 import queue
-import sys
 import time
 import traceback
 from argparse import Namespace
@@ -29,6 +27,7 @@ import numpy as np
 import torch
 from decoding_walk import every_block, walk
 from quality_table import LEAST_SEEDS, RAW, table
+from record_workers import read_records, written_records
 
 from dflash_offline.common.cache import Cache, open_cache
 from dflash_offline.kernels.linear_ce import LinearCE
@@ -303,7 +302,7 @@ def run_all(options: Namespace) -> None:
     """Work off the missing runs, seed by seed, in several processes."""
     until = time.time() + options.seconds
     check_stores(options)
-    done = {(each["variant"], each["seed"]) for each in read_records(options)}
+    done = {(each["variant"], each["seed"]) for each in read_runs(options)}
     context = multiprocessing.get_context("spawn")
     tasks, results = context.Queue(), context.Queue()
     for seed in range(options.seeds):
@@ -315,35 +314,17 @@ def run_all(options: Namespace) -> None:
         context.Process(target=work, args=(options, until, tasks, results, warm), daemon=True)
         for _ in range(options.workers)
     ]
-    for worker in workers:
-        worker.start()
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    with options.out.open("a") as out:
-        while any(worker.is_alive() for worker in workers) or not results.empty():
-            try:
-                record = results.get(timeout=1)
-            except queue.Empty:
-                if time.time() > until + 10:
-                    break
-                continue
-            if isinstance(record, str):
-                print(record, file=sys.stderr, flush=True)
-                continue
-            out.write(json.dumps(record) + "\n")
-            out.flush()
-            took = f"{record['train_s']:.1f} + {record['judge_s']:.1f} s"
-            name = f"{record['variant']} {record['seed']}"
-            print(f"{name}: {record['acceptance']:.4f}, loss {record['loss']:.3f}, {took}, data "
-                  f"wait {record['data_wait_s']:.1f} s", flush=True)  # fmt: skip
-    for worker in workers:
-        worker.terminate()
+    for record in written_records(workers, results, out=options.out, until=until):
+        took = f"{record['train_s']:.1f} + {record['judge_s']:.1f} s"
+        name = f"{record['variant']} {record['seed']}"
+        print(f"{name}: {record['acceptance']:.4f}, loss {record['loss']:.3f}, {took}, data "
+              f"wait {record['data_wait_s']:.1f} s", flush=True)  # fmt: skip
 
 
-def read_records(options: Namespace) -> list[dict[str, Any]]:
+def read_runs(options: Namespace) -> list[dict[str, Any]]:
     """Return the runs of --out; all must be of one recipe."""
-    if not options.out.exists():
-        return []
-    records = [json.loads(line) for line in options.out.read_text().splitlines()]
+    records = read_records(options.out)
     for record in records:
         wanted = recipe(options) if options.seeds else records[0]["recipe"]
         if record["recipe"] != wanted:
@@ -355,7 +336,7 @@ def main() -> None:
     options = parse()
     if options.seeds:
         run_all(options)
-    records = read_records(options)
+    records = read_runs(options)
     print("\n".join(table(records)) if records else "no run has ended")
 
 

@@ -16,7 +16,6 @@ packs or more, every pack is read anew when its turn comes; --cold has a disk de
 import argparse
 import gc
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from gpu_timing import revision
 from gradient_gate import check_gradient
 from random_store import RandomPacks, drop_from_page_cache, write_store
 from step_shapes import (
@@ -83,7 +83,7 @@ def parse() -> Namespace:
     parser.add_argument("--cold", action="store_true", help="leave nothing in the page cache")
     parser.add_argument("--url", help="of a new store on S3, in place of a folder")
     parser.add_argument("--storage-option", action="append", default=[], help="KEY=VALUE, for S3")
-    parser.add_argument("--commit", help="what to print where there is no git")
+    parser.add_argument("--commit", default=revision(), help="what to print as the commit")
     return parser.parse_args()
 
 
@@ -247,11 +247,9 @@ def run(options: Namespace, folder: Path) -> None:
 
 def main() -> None:
     options = parse()
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    commit = options.commit or subprocess.run(command, capture_output=True, text=True).stdout
     print(
         f"{device_name()}, torch {torch.__version__}, Python "
-        f"{sys.version.split()[0]}, commit {commit.strip() or 'unknown'}"
+        f"{sys.version.split()[0]}, commit {options.commit}"
     )
     check_gradient(DEVICE)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:

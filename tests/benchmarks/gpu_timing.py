@@ -1,10 +1,10 @@
-"""What benchmarks of single kernels share: the revision they name, and a median in events."""
+"""What benchmarks share: the revision they name, and times of single kernels in events."""
 
 import statistics
 import subprocess
+from importlib.metadata import version
 
 import torch
-import triton
 
 
 def revision() -> str:
@@ -19,7 +19,7 @@ def revision() -> str:
 def heading(commit: str) -> str:
     """Return what every figure is of: card, versions and commit."""
     name = torch.cuda.get_device_name()
-    return f"{name}, torch {torch.__version__}, triton {triton.__version__}, commit {commit}"
+    return f"{name}, torch {torch.__version__}, triton {version('triton')}, commit {commit}"
 
 
 def busy(cycles: int = 2_000_000) -> None:
