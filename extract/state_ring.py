@@ -47,6 +47,7 @@ class StateBuffer:
 
     def __init__(self, forward: StateForward, num_rows: int) -> None:
         self.rows = forward.new_rows(num_rows)  # [S, num_rows, H]
+        self.num_rows = num_rows
         self.lengths: list[int] = []
         self.is_finite = torch.empty(0)
         self.best: tuple[Tensor, Tensor] | None = None
@@ -55,11 +56,12 @@ class StateBuffer:
         self.host: dict[str, Tensor] = {}
 
     def copied(self, name: str, source: Tensor) -> Tensor:
-        """Start a copy of a tensor into page-locked memory that grows to the largest one."""
+        """Start a copy of a tensor into page-locked memory, made once for the largest batch."""
         num_bytes = math.prod(source.shape) * source.element_size()
         if name not in self.host or len(self.host[name]) < num_bytes:
             self.host.pop(name, None)
-            size = max(1, num_bytes)
+            # Locking pages takes a third of a second a gigabyte: not anew for each longer batch.
+            size = max(1, math.ceil(num_bytes * self.num_rows / max(1, sum(self.lengths))))
             self.host[name] = torch.empty(size, dtype=torch.uint8, pin_memory=self.is_pinned)
         host = self.host[name][:num_bytes].view(source.dtype).view(source.shape)
         # Slot by slot where rows are left out: a strided copy takes memory on the device.

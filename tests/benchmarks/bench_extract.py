@@ -5,8 +5,8 @@
 
 Random weights, random tokens; 5 captured layers and the final state. Equal lengths are 8 x 2,048
 tokens a batch; real ones are log-normal with mean 800, cut at 4,096, at --batch-tokens 32768. A
-rate counts from the second unit on, until the last batch: by then the disk has to keep up, or the
-bounded queues hold the forward up. The time with the last unit's commits is given beside it. States
+rate counts from the second unit on, until the last batch: by then kernels have met every shape, and
+the disk has to keep up, or the bounded queues hold the forward up. The time with the last unit's commits is given beside it. States
 read back from each store are compared with a forward of their batch.
 """
 
@@ -92,7 +92,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="samples of a batch")
     parser.add_argument("--unit-packs", type=int, default=8)
     parser.add_argument("--units", type=int, default=4, help="for each worker")
-    parser.add_argument("--real", help="codec of a run with real lengths, one unit of 16 packs")
+    parser.add_argument("--real", help="codec of a run with real lengths, units of 16 packs")
     parser.add_argument("--ram-disk", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--grow-gb", type=int, default=0, help="touch this much memory first")
     parser.add_argument("--commit", default="unknown")
@@ -188,7 +188,7 @@ def make_plan(
 
 
 def real_lengths(num_packs: int) -> list[int]:
-    rng, lengths, room = np.random.default_rng(0), [], num_packs * PACK_TOKENS * 0.97
+    rng, lengths, room = np.random.default_rng(0), [], num_packs * PACK_TOKENS * 0.95
     while sum(lengths) < room:
         lengths.append(int(np.clip(rng.lognormal(np.log(800) - 0.32, 0.8), 16, 4096)))
     return lengths
@@ -378,9 +378,17 @@ def main() -> None:
     if options.real:
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(len(options.codec))
         plan, tokens = make_plan(
-            real_lengths(16), unit_packs=16, batch_tokens=32768, vocab=target.vocab_size
+            real_lengths(32), unit_packs=16, batch_tokens=32768, vocab=target.vocab_size
         )
-        got = extract(options, target, place, codec=options.real, plan=plan, tokens=tokens, first=0)
+        got = extract(
+            options,
+            target,
+            place,
+            codec=options.real,
+            plan=plan,
+            tokens=tokens,
+            first=len(plan.batches[0]),
+        )
         show(f"real {options.real}", got, bare, bare_peak)
 
 

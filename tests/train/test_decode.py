@@ -265,7 +265,7 @@ def test_real_drafter_runs(target: Target) -> None:
 def test_on_a_gpu(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """The real drafter with its kernels; equal tokens in fp32, the rounding rule in bfloat16."""
     target = make_target(tmp_path, kind, dtype, "cuda")
-    drafter = Drafter(drafter_config(head_dim=16)).initialise(0).to("cuda", dtype)
+    drafter = Drafter(drafter_config(head_dim=64)).initialise(0).to("cuda", dtype)
     agreement = Agreement(exact=dtype == torch.float32)
     for start in range(6):
         prompt = [start, *PROMPT]
