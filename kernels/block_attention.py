@@ -26,7 +26,7 @@ from dflash_offline.kernels.optional_triton import (
 )
 
 if HAS_GLUON:
-    from dflash_offline.kernels import attention_hopper
+    from dflash_offline.kernels import attention_hopper, attention_hopper_context
 
 __all__ = ["BlockTables", "block_attention", "build_tables", "table_sizes", "warm_up"]
 
@@ -41,7 +41,11 @@ def table_sizes(q: Tensor, *, num_kv_heads: int, block_size: int) -> dict[str, t
     ratio = q.shape[1] // num_kv_heads
     rows = (launches.fwd.rows, launches.dq.rows)
     groups = {RowTile.of(r, ratio, block_size).anchors for r in rows}
-    return {"group_sizes": tuple(sorted(groups)), "tile_sizes": (launches.dkv.tokens,)}
+    tokens = launches.dkv.tokens
+    k_ctx = torch.empty(1, num_kv_heads, q.shape[2], device="meta")
+    if HAS_GLUON and attention_hopper_context.is_supported(q, k_ctx):
+        tokens = attention_hopper_context.TOKENS
+    return {"group_sizes": tuple(sorted(groups)), "tile_sizes": (tokens,)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +200,19 @@ def _backward_q(call: Call, q, k_ctx, v_ctx, k_own, v_own, out, lse, d_out):
 def _backward_kv(call: Call, q, k_ctx, v_ctx, lse, delta, d_out) -> tuple[Tensor, Tensor]:
     launch = launches_of(q, q.shape[-1]).dkv
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k_ctx, v_ctx))
+    if HAS_GLUON and attention_hopper_context.is_supported(q, k_ctx):
+        attention_hopper_context.backward_kv(
+            (q, k_ctx, v_ctx),
+            call.tables,
+            d_out,
+            lse,
+            delta,
+            dk,
+            dv,
+            window=call.window,
+            scale=call.scale,
+        )
+        return dk, dv
     tiles = call.tables.tiles(launch.tokens)
     if tiles.shape[0]:
         constants = call.constants(q, k_ctx, launch)
