@@ -63,6 +63,21 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
     return prompts
 
 
+def is_unicode(value: Any) -> bool:
+    """Say whether every text in a row can be encoded; JSON's escapes can give one that cannot."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return False
+        return True
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list):
+        return True
+    return all(is_unicode(each) for each in value if not isinstance(each, int))
+
+
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8")
@@ -93,6 +108,8 @@ def _json(text: str, where: str) -> Any:
 def _prompt(row: Any, where: str, *, number: int) -> Prompt:
     if not isinstance(row, Mapping):
         raise BadInput(f"{where} is a {type(row).__name__}; rows are {_SHAPES}")
+    if not is_unicode(row):
+        raise BadInput(f"{where}: half of a surrogate pair is no character; repair or remove it")
     name = next((str(row[key]) for key in _ID_KEYS if row.get(key) is not None), str(number))
     for key in ("messages", "conversations"):
         if key in row:

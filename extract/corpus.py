@@ -21,6 +21,7 @@ from dflash_offline.common import chat
 from dflash_offline.common.chat import ChatOptions
 from dflash_offline.common.errors import BadInput
 from dflash_offline.common.progress import ProgressLine
+from dflash_offline.common.prompts import is_unicode
 from dflash_offline.common.store import LossMask, supervised
 from dflash_offline.extract.conversations import (
     Completion,
@@ -174,7 +175,7 @@ class CorpusReader:
         Raises:
             BadInput: a value of the wrong type; names address and field.
         """
-        if not _is_unicode(row.values):
+        if not is_unicode(row.values):
             example = f"{row.address}: half of a surrogate pair is no character"
             return Skipped(reason=NOT_RENDERED, example=example)
         content = parse_row(row)
@@ -284,21 +285,6 @@ class _Tally:
             skipped=dict(self.skipped),
             examples=self.examples,
         )
-
-
-def _is_unicode(value: Any) -> bool:
-    """Say whether every text can be encoded; JSON's escapes can give one that cannot."""
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            return False
-        return True
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, list):
-        return True
-    return all(_is_unicode(each) for each in value if not isinstance(each, int))
 
 
 def _has_assistant(content: Conversation) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from dflash_offline.common.chat import ChatOptions
+from dflash_offline.common.device_memory import told_of_memory
 from dflash_offline.common.options import print_config
 from dflash_offline.common.progress import ProgressLine
 from dflash_offline.extract.answers_file import AnswersFile
@@ -45,7 +46,8 @@ def generate(config: GenerateConfig) -> None:
     answers = AnswersFile(config.out, target=config.target, settings=settings)
     todo = [job for job in jobs if job.key not in answers.done]
     if todo:
-        _write(source, todo, answers, total=len(jobs))
+        with told_of_memory("the target's device", "finished rows are safe, lower --batch-tokens"):
+            _write(source, todo, answers, total=len(jobs))
     Console(stderr=True, highlight=False).print(
         f"{len(jobs)} answers in {config.out}, {len(jobs) - len(todo)} of them from before"
     )

@@ -6,14 +6,13 @@ and all of them take units from one queue.
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from rich.console import Console
 
 from dflash_offline.common.blobs import blobs_at
 from dflash_offline.common.cache import open_cache
+from dflash_offline.common.device_memory import told_of_memory
 from dflash_offline.common.errors import BadInput, FoundProblems, Stopped
 from dflash_offline.common.identity import Identity
 from dflash_offline.common.options import config_as_dict, print_config
@@ -78,24 +77,12 @@ def extract(config: ExtractConfig, place: Place) -> None:
     with (
         StopRequest() as stop,
         Crew(place, stop, device=str(device), free_bytes=free_bytes) as crew,
-        _told_of_memory(device),
+        told_of_memory(str(device), "what is committed is safe, go on where more is free"),
     ):
         if place.is_first:
             _lead(config, crew, stop, device)
         else:
             _follow(config, crew, stop, device)
-
-
-@contextmanager
-def _told_of_memory(device: torch.device) -> Iterator[None]:
-    """End the run where memory is wanted that cannot be had, whatever the estimate said."""
-    try:
-        yield
-    except torch.OutOfMemoryError as problem:
-        raise Stopped(
-            f"the memory of {device} has run out ({str(problem).splitlines()[0]}); what is "
-            "committed is safe, go on where more is free"
-        ) from problem
 
 
 def _lead(config: ExtractConfig, crew: Crew, stop: StopRequest, device: torch.device) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedConfig
 
+from dflash_offline.common.device_memory import first_line, has_run_out
 from dflash_offline.common.errors import BadInput, Stopped
 from dflash_offline.common.target import Target
 from dflash_offline.extract.place import Place
@@ -51,11 +52,11 @@ def check_tensor_parallel(size: int, target: str, config: PreTrainedConfig) -> N
         )
 
 
-def too_large(batch: int, tokens: int, device: torch.device, problem: Exception) -> Stopped:
+def too_large(batch: int, tokens: int, device: torch.device, problem: RuntimeError) -> Stopped:
     """Return why a run ends where a single GPU would split the batch: all must do the same."""
     return Stopped(
         f"the memory of {device} does not hold its part of a forward of {batch} x {tokens} tokens "
-        f"({str(problem).splitlines()[0]}), and workers that share a target split no batch; what "
+        f"({first_line(problem)}), and workers that share a target split no batch; what "
         "is committed is safe, go on where more memory is free"
     )
 
@@ -137,7 +138,9 @@ class TensorGroup:
             module = target.base if kind == _BASE else target.causal
             try:
                 module(input_ids=ids, use_cache=False)
-            except torch.OutOfMemoryError as problem:
+            except RuntimeError as problem:
+                if not has_run_out(problem):
+                    raise
                 raise too_large(batch, tokens, self._device, problem) from problem
 
     @contextmanager

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from dflash_offline.common.blobs import in_parallel
+from dflash_offline.common.device_memory import first_line, has_run_out
 from dflash_offline.common.errors import Stopped
 from dflash_offline.common.progress import JsonLog, ProgressLine
 from dflash_offline.common.store_writer import Store
@@ -226,14 +227,16 @@ class Worker:
         try:
             self._ring.compute(batch.tokens, buffer, predicts=batch.predicts)
             return True
-        except torch.OutOfMemoryError as problem:
+        except RuntimeError as problem:
+            if not has_run_out(problem):
+                raise
             if self._forward.shared_by > 1:
                 size = len(batch.tokens), max(map(len, batch.tokens))
                 raise too_large(*size, self._forward.device, problem) from problem
             if len(batch.samples) == 1:
                 raise Stopped(
                     f"the memory of {self._forward.device} does not hold the forward of one sample "
-                    f"of {len(batch.tokens[0])} tokens ({str(problem).splitlines()[0]}); lower "
+                    f"of {len(batch.tokens[0])} tokens ({first_line(problem)}); lower "
                     "--max-length for a new store, or go on where more memory is free"
                 ) from problem
         # Outside of the handler: the exception keeps the failed forward's tensors alive.

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dflash_offline.common.cache import open_cache
+from dflash_offline.common.device_memory import told_of_memory
 from dflash_offline.common.errors import BadInput, FoundProblems
 from dflash_offline.common.options import print_config
 from dflash_offline.train.compare import PAGE_NAME, comparison_table, read_runs, write_comparison
@@ -44,6 +45,7 @@ def run(config: EvalConfig) -> None:
     Raises:
         BadInput: options that do not fit each other, or a drafter that does not fit the rest.
         FoundProblems: answers differ from the target's own, or the gate is not met.
+        Stopped: memory has run out.
     """
     mode = _mode(config)
     where = config.out or (_page_path(config) if mode == "compare" else "the terminal")
@@ -53,13 +55,13 @@ def run(config: EvalConfig) -> None:
         Console().print(comparison_table(logs))
         Console().print(f"page: {write_comparison(logs, Path(where))}", soft_wrap=True)
         return
-    if mode == "cache":
-        result = _from_cache(config)
-        problem = None
-    else:
-        served = evaluate_serving(config, device=_device(config), dtype=_dtype(config))
-        _show_serving(served)
-        result, problem = served.as_dict(), served.problem()
+    with told_of_memory(str(_device(config)), "lower --rows-per-pass, or free some"):
+        if mode == "cache":
+            result, problem = _from_cache(config), None
+        else:
+            served = evaluate_serving(config, device=_device(config), dtype=_dtype(config))
+            _show_serving(served)
+            result, problem = served.as_dict(), served.problem()
     if config.out is not None:
         config.out.write_text(json.dumps(_finite(result), indent=2) + "\n", encoding="utf-8")
     if problem is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from dflash_offline.common.device_memory import told_of_memory
 from dflash_offline.common.errors import BadInput, Stopped
 from dflash_offline.common.options import config_as_dict
 from dflash_offline.common.progress import format_seconds
@@ -24,6 +25,7 @@ from dflash_offline.train.checkpoint import (
 )
 from dflash_offline.train.config import TrainConfig
 from dflash_offline.train.distributed import (
+    World,
     gather_objects,
     join_world,
     largest,
@@ -45,6 +47,10 @@ from dflash_offline.train.stream import StepBuilder, StepInput, Stream
 from dflash_offline.train.wandb_log import WandbLog
 
 _BETAS = (0.9, 0.95)
+_MORE_ROOM = (
+    "lower --rows-per-pass, or take more GPUs and --shard; the same command goes on from the "
+    "newest checkpoint"
+)
 # Seconds after which a process that was told to stop has told the others.
 _CHECK_S = 0.5
 
@@ -58,9 +64,15 @@ def train(config: TrainConfig) -> Path:
     Raises:
         BadInput: options or stores that cannot be used; nothing was written.
         DamagedStore: a pack is not what was written.
-        Stopped: by SIGTERM or SIGINT, after a checkpoint.
+        Stopped: by SIGTERM or SIGINT, after a checkpoint, or by memory that has run out.
     """
-    world = join_world("cuda" if torch.cuda.is_available() and config.device != "cpu" else "cpu")
+    kind = "cuda" if torch.cuda.is_available() and config.device != "cpu" else "cpu"
+    # Outermost: only the process that ran out of memory comes to it.
+    with told_of_memory("the GPU" if kind == "cuda" else "this machine", _MORE_ROOM):
+        return _train(config, join_world(kind))
+
+
+def _train(config: TrainConfig, world: World) -> Path:
     try:
         run = Run(prepare(config, world))
         with _signals() as stop:

@@ -6,8 +6,9 @@
 Random weights, random tokens; 5 captured layers and the final state. Equal lengths are 8 x 2,048
 tokens a batch; real ones are log-normal with mean 800, cut at 4,096, at --batch-tokens 32768. A
 rate counts from the second unit on, until the last batch: by then kernels have met every shape, and
-the disk has to keep up, or the bounded queues hold the forward up. The time with the last unit's commits is given beside it. States
-read back from each store are compared with a forward of their batch.
+the disk has to keep up, or the bounded queues hold the forward up. The time with the last unit's
+commits is given beside it. States read back from each store are compared with a forward of their
+batch.
 """
 
 import argparse

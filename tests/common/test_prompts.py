@@ -85,6 +85,7 @@ def test_messages() -> None:
         ({"messages": [{"role": "user", "content": None}]}, "NoneType"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "no user turn"),
         ({"turns": ["a"], "system": 4}, "system is a int"),
+        ({"turns": ["a\ud83d"]}, "surrogate"),
     ],
 )
 def test_bad_row(row, word: str, tmp_path: Path) -> None:

@@ -236,9 +236,10 @@ def test_other_settings_are_refused(make_target, prompts, run, tmp_path, capsys,
         ('{"text": "x"}\n', "row 1 is no conversation"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}\n', "no turn of the user"),
         ('{"turns": [3]}\n', r"turns[0] is a int"),
+        ('{"turns": ["\\ud83d"]}\n', "row 1: half of a surrogate pair is no character"),
         ('{"turns": ["' + "long " * 120 + '"]}\n', "above the target's context of 512"),
     ],
-    ids=["empty", "text", "no-question", "wrong-type", "too-long"],
+    ids=["empty", "text", "no-question", "wrong-type", "no-unicode", "too-long"],
 )
 def test_bad_prompts(make_target, run, tmp_path, capsys, content, words):
     data, out = tmp_path / "data.jsonl", tmp_path / "answers.jsonl"

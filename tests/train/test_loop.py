@@ -1,5 +1,6 @@
 """Whole runs on a small store: records, resume, signals, mixes, and what is refused."""
 
+import itertools
 import json
 import os
 import re
@@ -14,10 +15,11 @@ import torch
 
 from dflash_offline.common.errors import BadInput, DamagedStore, Stopped
 from dflash_offline.common.topk import TopK, predicts
+from dflash_offline.train import loop
 from dflash_offline.train.checkpoint import checkpoints
 from dflash_offline.train.cli import main
 from dflash_offline.train.export import load_drafter
-from dflash_offline.train.loop import Run, train
+from dflash_offline.train.loop import Run, train, train_step
 from dflash_offline.train.report import write_report
 from dflash_offline.train.run_log import RunLog
 
@@ -140,6 +142,27 @@ def test_a_signal_leaves_a_checkpoint_and_exit_code_3(
     with pytest.raises(SystemExit) as end:
         main(args)
     assert end.value.code == 0
+    assert losses(cut) == losses(whole)
+    assert_same_drafter(whole / "draft", cut / "draft")
+
+
+def test_memory_that_runs_out_ends_a_run_that_goes_on(config, small_store, tmp_path, monkeypatch):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    train(config(small_store[0], whole))
+
+    steps = itertools.count(1)
+
+    def fail(*args, **rest):
+        if next(steps) == 6:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return train_step(*args, **rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train_step", fail)
+        with pytest.raises(Stopped, match=r"has run out \(CUDA out.*lower --rows-per-pass"):
+            train(config(small_store[0], cut, checkpoint_every="2"))
+    assert [path.name for path in checkpoints(cut)] == ["step-2", "step-4"]
+    train(config(small_store[0], cut, checkpoint_every="2"))
     assert losses(cut) == losses(whole)
     assert_same_drafter(whole / "draft", cut / "draft")
 
