@@ -25,7 +25,6 @@ from dflash_offline.train.checkpoint import (
 )
 from dflash_offline.train.config import TrainConfig
 from dflash_offline.train.distributed import (
-    World,
     gather_objects,
     join_world,
     largest,
@@ -55,6 +54,8 @@ _MORE_ROOM = (
 _CHECK_S = 0.5
 
 
+# Outermost: only the process that ran out of memory comes to it.
+@told_of_memory("the training device", _MORE_ROOM)
 def train(config: TrainConfig) -> Path:
     """Run `dflash-train` in this process, alone or in its place in a job.
 
@@ -66,13 +67,7 @@ def train(config: TrainConfig) -> Path:
         DamagedStore: a pack is not what was written.
         Stopped: by SIGTERM or SIGINT, after a checkpoint, or by memory that has run out.
     """
-    kind = "cuda" if torch.cuda.is_available() and config.device != "cpu" else "cpu"
-    # Outermost: only the process that ran out of memory comes to it.
-    with told_of_memory("the GPU" if kind == "cuda" else "this machine", _MORE_ROOM):
-        return _train(config, join_world(kind))
-
-
-def _train(config: TrainConfig, world: World) -> Path:
+    world = join_world("cuda" if torch.cuda.is_available() and config.device != "cpu" else "cpu")
     try:
         run = Run(prepare(config, world))
         with _signals() as stop:
