@@ -11,18 +11,22 @@ Letters: T context tokens, A anchors, B block size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
+
+# Numbers of int32 to which parts of a buffer are padded: kernels are compiled for aligned pointers.
+ALIGNED = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTables:
     """What `block_attention` needs to know about anchors; made by `build_tables`.
 
-    `host_lo` and `host_hi` stay on the CPU; all else is where the kernels read it. Work items are
+    `host_lo` and `host_hi` stay on the CPU; all else is where the kernels read it, what
+    `build_tables` prepared as parts of one buffer, `packed`, that moves as a whole. Work items are
     listed heaviest first, one table for each group or tile size:
 
     groups: int32 [num_groups, 2], first anchor and number of anchors; never across documents.
@@ -33,12 +37,15 @@ class BlockTables:
 
     block_size: int
     num_ctx: int
+    group_sizes: tuple[int, ...]  # prepared
+    tile_sizes: tuple[int, ...]  # prepared
     host_lo: Tensor  # int32 [A], CPU
     host_hi: Tensor  # int32 [A], CPU
+    packed: Tensor  # int32, 1-D
     lo: Tensor  # int32 [A]
     hi: Tensor  # int32 [A]
-    groups_by_size: dict[int, Tensor] = field(default_factory=dict)
-    tiles_by_size: dict[int, Tensor] = field(default_factory=dict)
+    groups_by_size: dict[int, Tensor]
+    tiles_by_size: dict[int, Tensor]
 
     @property
     def num_anchors(self) -> int:
@@ -53,13 +60,9 @@ class BlockTables:
         return self._map(Tensor.pin_memory)
 
     def _map(self, move: Callable[[Tensor], Tensor]) -> BlockTables:
-        return replace(
-            self,
-            lo=move(self.lo),
-            hi=move(self.hi),
-            groups_by_size={size: move(x) for size, x in self.groups_by_size.items()},
-            tiles_by_size={size: move(x) for size, x in self.tiles_by_size.items()},
-        )
+        groups = {size: self.groups_by_size[size].shape for size in self.group_sizes}
+        tiles = {size: self.tiles_by_size[size].shape for size in self.tile_sizes}
+        return replace(self, **_parts(move(self.packed), self.num_anchors, groups, tiles))
 
     def groups(self, anchors: int) -> Tensor:
         """Return the groups of at most `anchors` anchors; built here if not prepared."""
@@ -105,20 +108,57 @@ def build_tables(
     lo = np.array(lo, dtype=np.int32)
     hi = np.array(hi, dtype=np.int32)
     _check(lo, hi, block_size, num_ctx)
-    host_lo, host_hi = torch.from_numpy(lo), torch.from_numpy(hi)
-    tables = BlockTables(
+    groups = {size: _groups(lo, hi, size) for size in group_sizes}
+    tiles = {size: _tiles(lo, hi, size, num_ctx) for size in tile_sizes}
+    tables = [lo, hi, *groups.values(), *tiles.values()]
+    packed = np.zeros(sum(_padded(table.size) for table in tables), np.int32)
+    at = 0
+    for table in tables:
+        packed[at : at + table.size] = table.reshape(-1)
+        at += _padded(table.size)
+    parts = _parts(
+        torch.from_numpy(packed),
+        len(lo),
+        {size: table.shape for size, table in groups.items()},
+        {size: table.shape for size, table in tiles.items()},
+    )
+    return BlockTables(
         block_size=block_size,
         num_ctx=num_ctx,
-        host_lo=host_lo,
-        host_hi=host_hi,
-        lo=host_lo,
-        hi=host_hi,
+        group_sizes=tuple(groups),
+        tile_sizes=tuple(tiles),
+        host_lo=parts["lo"],
+        host_hi=parts["hi"],
+        **parts,
     )
-    for size in group_sizes:
-        tables.groups(size)
-    for size in tile_sizes:
-        tables.tiles(size)
-    return tables
+
+
+def _padded(count: int) -> int:
+    return -(-count // ALIGNED) * ALIGNED
+
+
+def _parts(packed: Tensor, num_anchors: int, groups: dict, tiles: dict) -> dict:
+    """Return the fields of `BlockTables` that are `packed` or parts of it.
+
+    `groups` and `tiles` have the shapes of the tables of each size.
+    """
+    at = 0
+
+    def part(shape: tuple[int, ...]) -> Tensor:
+        nonlocal at
+        columns = shape[1] if len(shape) == 2 else 1
+        strides = (columns, 1)[: len(shape)]
+        x = packed.as_strided(shape, strides, at)
+        at += _padded(shape[0] * columns)
+        return x
+
+    return {
+        "packed": packed,
+        "lo": part((num_anchors,)),
+        "hi": part((num_anchors,)),
+        "groups_by_size": {size: part(shape) for size, shape in groups.items()},
+        "tiles_by_size": {size: part(shape) for size, shape in tiles.items()},
+    }
 
 
 def _check(lo: np.ndarray, hi: np.ndarray, block_size: int, num_ctx: int) -> None:
@@ -131,50 +171,49 @@ def _check(lo: np.ndarray, hi: np.ndarray, block_size: int, num_ctx: int) -> Non
     if lo.min() < 0 or hi.max() > num_ctx or (hi < lo).any():
         raise ValueError(f"anchor contexts [lo, hi) must lie in [0, {num_ctx}] with lo <= hi")
     same = lo[1:] == lo[:-1]
+    # The next of the document, or the next document.
+    if (hi[:-1] <= np.where(same, hi[1:], lo[1:])).all():
+        return
     if (lo[1:] < lo[:-1]).any() or (hi[1:] < hi[:-1])[same].any():
         raise ValueError("anchors must be sorted by (lo, hi): sort them within each document")
-    if (hi[:-1] > lo[1:])[~same].any():
-        raise ValueError("contexts of two documents overlap: lo must be the document's first token")
+    raise ValueError("contexts of two documents overlap: lo must be the document's first token")
 
 
-def _documents(lo: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return first and end anchor of every document that has anchors."""
+def _documents(lo: np.ndarray) -> np.ndarray:
+    """Return the first anchor of every document that has anchors, and the number of anchors."""
     if lo.size == 0:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        return np.zeros(1, np.int64)
     edges = np.flatnonzero(lo[1:] != lo[:-1]) + 1
-    return np.concatenate([[0], edges]), np.concatenate([edges, [lo.size]])
+    return np.concatenate([[0], edges, [lo.size]])
 
 
 def _groups(lo: np.ndarray, hi: np.ndarray, anchors_per_group: int) -> np.ndarray:
-    firsts, ends = _documents(lo)
-    counts = -(-(ends - firsts) // anchors_per_group)
-    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    first = np.repeat(firsts, counts) + within * anchors_per_group
-    count = np.minimum(np.repeat(ends, counts) - first, anchors_per_group)
-    length = hi[first + count - 1] - lo[first] if first.size else first
-    order = np.argsort(-length, kind="stable")
-    return np.stack([first, count], axis=1)[order].astype(np.int32)
+    firsts = _documents(lo)
+    within = np.arange(lo.size) - np.repeat(firsts[:-1], firsts[1:] - firsts[:-1])
+    first = np.flatnonzero(within % anchors_per_group == 0)
+    end = np.concatenate([first[1:], [lo.size]])[: first.size]
+    order = np.argsort(lo[first] - hi[end - 1], kind="stable")
+    table = np.empty((first.size, 2), np.int32)
+    table[:, 0] = first[order]
+    table[:, 1] = (end - first)[order]
+    return table
 
 
 def _tiles(lo: np.ndarray, hi: np.ndarray, tile_tokens: int, num_ctx: int) -> np.ndarray:
     """Cut [0, T) at document starts and every `tile_tokens`, and find who sees each tile."""
-    firsts, ends = _documents(lo)
-    # A span is what one document's anchors can see, or a gap that none can.
-    starts = np.concatenate([[0], lo[firsts], [num_ctx]]).astype(np.int64)
-    span_first = np.concatenate([[0], firsts])
-    span_end = np.concatenate([[0], ends])
-    counts = -(-np.diff(starts) // tile_tokens)
-    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    start = np.repeat(starts[:-1], counts) + within * tile_tokens
+    firsts = _documents(lo)
+    # A span is what one document's anchors can see, or at first a gap that none can.
+    starts = np.concatenate([[0], lo[firsts[:-1]], [num_ctx]])
+    counts = -((starts[:-1] - starts[1:]) // tile_tokens)
+    ends = np.cumsum(counts)
+    start = np.repeat(starts[:-1] - (ends - counts) * tile_tokens, counts)
+    start += np.arange(ends[-1]) * tile_tokens
     end = np.minimum(start + tile_tokens, np.repeat(starts[1:], counts))
-    first = np.empty_like(start)
-    full = np.empty_like(start)
-    last = np.repeat(span_end, counts)
-    tile = 0
-    for a, b, num in zip(span_first, span_end, counts, strict=True):
-        part = slice(tile, tile + num)
-        first[part] = a + np.searchsorted(hi[a:b], start[part], side="right")
-        full[part] = a + np.searchsorted(hi[a:b], end[part], side="left")
-        tile += num
+    # A document's anchors end before the next one's context begins, so that `hi` is sorted.
+    first = np.searchsorted(hi, start, side="right")
+    last = np.repeat(firsts, counts)
     order = np.argsort(first - last, kind="stable")
-    return np.stack([start, end, first, last, full], axis=1)[order].astype(np.int32)
+    table = np.empty((order.size, 5), np.int32)
+    for column, x in enumerate((start, end, first, last, np.searchsorted(hi, end))):
+        table[:, column] = x[order]
+    return table

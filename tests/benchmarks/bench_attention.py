@@ -13,6 +13,7 @@ import argparse
 import sys
 import time
 
+import numpy as np
 import torch
 from gpu_timing import heading, median_ms, revision
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -132,8 +133,10 @@ def measure(shape, repeats: int, flex_too: bool) -> None:
     sizes = table_sizes(layers[0][0], num_kv_heads=KV_HEADS, block_size=block)
     keys = (sum(hi) - sum(lo)) * block + num_anchors * block**2
 
+    arrays = np.array(lo), np.array(hi)
+
     def build():
-        return build_tables(lo, hi, block_size=block, num_ctx=num_ctx, **sizes).to("cuda")
+        return build_tables(*arrays, block_size=block, num_ctx=num_ctx, **sizes).to("cuda")
 
     print(f"\nT {num_ctx}, A {num_anchors}, B {block}, documents of {length}")
     if flex_too:

@@ -266,6 +266,22 @@ def test_tables_cover_everything_once():
     assert sizes == sorted(sizes, reverse=True)
 
 
+@pytest.mark.parametrize("count", [0, 1, 5, 7])
+def test_tables_move_as_one_buffer(count):
+    """Parts of any length stay aligned: kernels are compiled for pointers that are."""
+    tables = build_tables(
+        [3] * count, [9] * count, block_size=4, num_ctx=30, group_sizes=(2, 3), tile_sizes=(4,)
+    )
+    moves = []
+    moved = tables._map(lambda x: moves.append(x) or x.clone())
+    assert len(moves) == 1
+    before, after = ([x.lo, x.hi, x.groups(2), x.groups(3), x.tiles(4)] for x in (tables, moved))
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(old, new)
+        assert new.untyped_storage().data_ptr() == moved.packed.data_ptr()
+        assert new.storage_offset() % 4 == 0
+
+
 @pytest.mark.parametrize(
     ("lo", "hi", "block", "message"),
     [
