@@ -41,6 +41,8 @@ from dflash_offline.common.target import Target
 from dflash_offline.extract.calibrate import calibrate
 from dflash_offline.extract.crew import Crew
 from dflash_offline.extract.forward import StateForward
+from dflash_offline.extract.memory_model import memory_model
+from dflash_offline.extract.meta_forward import forward_cost
 from dflash_offline.extract.pipeline import num_writers
 from dflash_offline.extract.place import Place, place_in
 from dflash_offline.extract.plan import cut_packs, make_batches
@@ -94,6 +96,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--unit-packs", type=int, default=8)
     parser.add_argument("--units", type=int, default=4, help="for each worker")
     parser.add_argument("--real", help="codec of a run with real lengths, units of 16 packs")
+    parser.add_argument("--cap-gb", type=float, help="memory that PyTorch may take of the GPU")
     parser.add_argument("--ram-disk", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--grow-gb", type=int, default=0, help="touch this much memory first")
     parser.add_argument("--commit", default="unknown")
@@ -277,6 +280,7 @@ def extract(
             worker.follow(crew.shares(units, "taken"))
             total = None
         seconds = time.perf_counter() - began
+        peak = peak_bytes()
         used = resource.getrusage(resource.RUSAGE_SELF)
         store.close()
         log.close()
@@ -289,7 +293,8 @@ def extract(
         "rate": forward.rate(first),
         "seconds": seconds,
         "cpu_s": cpu_s,
-        "peak": peak_bytes(),
+        "peak": peak,
+        "predicted": predicted_bytes(schema, target, plan),
         "tokens": sum(n for _, n in forward.calls),
     }
     if total is not None:
@@ -299,6 +304,26 @@ def extract(
             "gb_per_s": total.written_bytes / total.seconds / GB,
         }
     return result
+
+
+def predicted_bytes(schema: Schema, target: Target, plan: Plan) -> int:
+    """Return what the command would have said that it takes of the GPU."""
+    lengths = plan.column("length")
+    batches = [lengths[batch] for unit in plan.batches for batch in unit]
+    padded = max(len(each) * int(each.max()) for each in batches)
+    cost = forward_cost(
+        target.config, dtype=target.dtype, num_tokens=padded, max_length=int(lengths.max())
+    )
+    model = memory_model(
+        schema,
+        cost,
+        dtype=target.dtype,
+        batch_tokens=padded,
+        pool_packs=plan.unit_packs,
+        num_workers=1,
+        on_gpu=True,
+    )
+    return sum(model.device.values())
 
 
 def check_content(folder: Path, target: Target, plan: Plan, tokens: list[np.ndarray]) -> None:
@@ -347,6 +372,9 @@ def main() -> None:
         f"{options.batch} x {options.length}, units of {options.unit_packs} packs",
         flush=True,
     )
+    if options.cap_gb and device.type == "cuda":
+        whole = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(options.cap_gb * GB / whole, device)
     if options.grow_gb and place.local_rank == 0:
         grow_memory(options.grow_gb)
     target = random_target(options.shape, device)
@@ -397,7 +425,8 @@ def show(codec: str, got: dict[str, float], bare: float, bare_peak: int) -> None
     line = (
         f"{codec:11s} {got['rate']:9,.0f} tokens/s, {got['rate'] / bare:.3f} x bare {bare:,.0f}; "
         f"{got['seconds']:.1f} s in all, CPU {got['cpu_s'] / got['seconds']:.1f} cores, "
-        f"peak {got['peak'] / GB:.2f} GB ({(got['peak'] - bare_peak) / GB:+.2f})"
+        f"peak {got['peak'] / GB:.2f} GB, {got['peak'] / got['predicted']:.3f} of the predicted "
+        f"{got['predicted'] / GB:.2f} (bare {bare_peak / GB:.2f})"
     )
     if "whole" in got:
         line += (
