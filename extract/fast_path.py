@@ -1,12 +1,19 @@
-"""Whether a target's fast kernels are there: a slow path costs a multiple and says nothing."""
+"""Whether a target's fast kernels are there: a slow path costs a multiple and says nothing.
+
+Short convolutions in front of linear attention are the exception: for them transformers knows the
+package causal_conv1d alone, which wants a compiler, so that they get flash-linear-attention's here.
+"""
 
 import importlib
+import importlib.util
 import inspect
 import sys
 import warnings
+from typing import Any
 
 import torch
 from rich.console import Console
+from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.utils.import_utils import is_flash_linear_attention_available
 
@@ -16,6 +23,8 @@ from dflash_offline.common.target import Target
 _LINEAR = "linear_attention"
 # What transformers calls its PyTorch version of the operation that takes the time.
 _REFERENCE = "torch_chunk_gated_delta_rule"
+_CONVOLUTION = "causal_conv1d_fn"
+_OPERATION, _FAST_CONVOLUTION = "fla.ops.gated_delta_rule", "fla.modules.causal_conv1d"
 
 
 def check_fast_path(
@@ -36,7 +45,7 @@ def check_fast_path(
         return
     message = (
         f"--target has {num_linear} of {len(layer_types)} layers with linear attention, which run "
-        f"many times slower without the package flash-linear-attention ({problem}); pip install "
+        f"many times slower without the package flash-linear-attention ({problem}); pip install -U "
         "flash-linear-attention, or go on with --allow-slow-path"
     )
     if not allow_slow_path:
@@ -54,7 +63,9 @@ def _why_slow() -> str | None:
             # transformers takes that for a broken package and its own slow path; an import that
             # has succeeded is not tried again.
             warnings.simplefilter("ignore")
-            importlib.import_module("fla.ops.gated_delta_rule")
+            importlib.import_module(_OPERATION)
+            if not _has_own_convolution():
+                importlib.import_module(_FAST_CONVOLUTION)
     except ImportError as problem:
         return f"its import fails: {problem}"
     return None
@@ -80,8 +91,64 @@ def is_slow(target: Target) -> bool:
     Whatever the reason is, transformers does not refuse; it remembers what it chose in the closure
     of the function that it calls.
     """
-    modeling = vars(sys.modules[type(target.base).__module__])
-    if _REFERENCE not in modeling:
+    return not _is_replaced(_modeling(target), _REFERENCE)
+
+
+def use_fast_convolution(target: Target) -> bool:
+    """Let a hybrid target's short convolutions on a GPU run in flash-linear-attention's kernel.
+
+    The whole process is changed: modeling code of transformers looks the function up by its name.
+    Nothing is where the package causal_conv1d is, or where neither is.
+
+    Returns:
+        Whether anything was changed.
+    """
+    modeling = _modeling(target)
+    if target.device.type != "cuda" or _is_replaced(modeling, _CONVOLUTION):
         return False
-    chosen = inspect.getclosurevars(modeling[_REFERENCE]).nonlocals
-    return not chosen.get("is_new_implementation", True)
+    if not is_flash_linear_attention_available():
+        return False
+    modeling[_CONVOLUTION] = fast_convolution
+    return True
+
+
+def fast_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **rest: object,
+) -> Tensor:
+    """Return the activation of y[t] = bias + sum_i weight[i] x[t - W + 1 + i], by channel.
+
+    Args:
+        x: [B, D, T], zero before its first token; best where D is the inner dimension in memory.
+        weight: [D, W].
+        bias: [D].
+        activation: `silu`, or None.
+        rest: ignored, except for what keeps packed sequences apart, which must be None.
+
+    Returns:
+        [B, D, T] in the dtype of `x`, D inner in memory; sums are in fp32.
+    """
+    packed = [name for name in ("cu_seqlens", "seq_idx") if rest.get(name) is not None]
+    assert not packed, f"{packed} are not supported"
+    convolve = importlib.import_module(_FAST_CONVOLUTION).causal_conv1d
+    y, _ = convolve(x.transpose(1, 2), weight, bias, activation=activation, backend="triton")
+    return y.transpose(1, 2)
+
+
+def _modeling(target: Target) -> dict[str, Any]:
+    return vars(sys.modules[type(target.base).__module__])
+
+
+def _is_replaced(modeling: dict[str, Any], name: str) -> bool:
+    """Say whether the modeling code has something else than transformers' PyTorch version."""
+    if name not in modeling:
+        return True
+    chosen = inspect.getclosurevars(modeling[name]).nonlocals
+    return chosen.get("is_new_implementation", True)
+
+
+def _has_own_convolution() -> bool:
+    return importlib.util.find_spec("causal_conv1d") is not None

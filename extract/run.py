@@ -27,7 +27,7 @@ from dflash_offline.extract.calibrate import calibrate
 from dflash_offline.extract.config import ExtractConfig
 from dflash_offline.extract.crew import Crew
 from dflash_offline.extract.estimate import dry_run
-from dflash_offline.extract.fast_path import refuse_slow
+from dflash_offline.extract.fast_path import refuse_slow, use_fast_convolution
 from dflash_offline.extract.forward import StateForward
 from dflash_offline.extract.memory_model import free_device_bytes
 from dflash_offline.extract.pipeline import num_writers
@@ -190,6 +190,7 @@ def _load(
         tensor_parallel=size,
     )
     refuse_slow(target, allow_slow_path=config.allow_slow_path)
+    use_fast_convolution(target)
     return group, target
 
 

@@ -17,6 +17,8 @@ import os
 import platform
 import resource
 import shutil
+import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -40,6 +42,7 @@ from dflash_offline.common.store_writer import Store
 from dflash_offline.common.target import Target
 from dflash_offline.extract.calibrate import calibrate
 from dflash_offline.extract.crew import Crew
+from dflash_offline.extract.fast_path import use_fast_convolution
 from dflash_offline.extract.forward import StateForward
 from dflash_offline.extract.memory_model import memory_model
 from dflash_offline.extract.meta_forward import forward_cost
@@ -85,6 +88,7 @@ SHAPES = {
     ),
 }
 PACK_TOKENS, GB = 16384, 1e9
+CONVOLUTION = "causal_conv1d_fn"
 
 
 def parse() -> argparse.Namespace:
@@ -196,6 +200,54 @@ def real_lengths(num_packs: int) -> list[int]:
     while sum(lengths) < room:
         lengths.append(int(np.clip(rng.lognormal(np.log(800) - 0.32, 0.8), 16, 4096)))
     return lengths
+
+
+def compare_convolutions(target: Target, ids: np.ndarray) -> None:
+    """Show the bare forward with transformers' short convolutions and with ours, in turns."""
+    modeling = vars(sys.modules[type(target.base).__module__])
+    own = modeling.get(CONVOLUTION)
+    if not use_fast_convolution(target):
+        return
+    versions = {"transformers'": own, "fla's": modeling[CONVOLUTION]}
+    rates: dict[str, list[float]] = {name: [] for name in versions}
+    for _ in range(3):
+        for name, version in versions.items():
+            modeling[CONVOLUTION] = version
+            rates[name].append(bare_rate(target, ids, 1))
+    medians = {name: statistics.median(found) for name, found in rates.items()}
+    for name, version in versions.items():
+        modeling[CONVOLUTION] = version
+        print(
+            f"convolutions {name}: {medians[name]:,.0f} tokens/s, "
+            f"{convolution_share(target, ids):.1%} of the time on the GPU",
+            flush=True,
+        )
+    gain = medians["fla's"] / medians["transformers'"]
+    print(f"fla's convolutions: {gain:.3f} x the forward with transformers'", flush=True)
+
+
+@torch.inference_mode()
+def convolution_share(target: Target, ids: np.ndarray) -> float:
+    """Return the share of a forward's time on the GPU that passes inside the function."""
+    modeling = vars(sys.modules[type(target.base).__module__])
+    inner, spans = modeling[CONVOLUTION], []
+
+    def timed(*args, **more):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        result = inner(*args, **more)
+        end.record()
+        spans.append((begin, end))
+        return result
+
+    modeling[CONVOLUTION] = timed
+    whole = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    whole[0].record()
+    target.base(input_ids=torch.from_numpy(ids).to(target.device), use_cache=False)
+    whole[1].record()
+    synchronize()
+    modeling[CONVOLUTION] = inner
+    return sum(a.elapsed_time(b) for a, b in spans) / whole[0].elapsed_time(whole[1])
 
 
 @torch.inference_mode()
@@ -383,6 +435,8 @@ def main() -> None:
     checked = [ids[0, :n].astype(np.int32) for n in (3, 17, 40, 200)]
     layers = resolve_layers("auto:5", target.num_layers)
     report(self_check(target, layers, checked))
+    if device.type == "cuda":
+        compare_convolutions(target, ids[:4])
     reset_peak()
     per_unit = options.unit_packs * PACK_TOKENS // (options.batch * options.length)
     bare_rate(target, ids, 2)
