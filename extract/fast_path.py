@@ -106,7 +106,7 @@ def use_fast_convolution(target: Target) -> bool:
     modeling = _modeling(target)
     if target.device.type != "cuda" or _is_replaced(modeling, _CONVOLUTION):
         return False
-    if not is_flash_linear_attention_available():
+    if _why_slow() is not None:
         return False
     modeling[_CONVOLUTION] = fast_convolution
     return True

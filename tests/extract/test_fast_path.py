@@ -110,6 +110,14 @@ def test_convolutions_are_replaced(fake_package, make_target):
     torch.testing.assert_close(replaced, own, rtol=1e-10, atol=1e-10)
 
 
+def test_broken_package_is_left_alone(fake_package, make_target):
+    """As --allow-slow-path has it: slow, but it runs."""
+    fake_package("raise ImportError('wrong build')\n")
+    folder = make_target("qwen3.5-hybrid")
+    target = load_target(folder, dtype=torch.float32, device="cpu", head=False)
+    assert not use_fast_convolution(replace(target, device=torch.device("cuda")))
+
+
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 def test_other_targets_have_no_convolution(family, fake_package, make_target):
     fake_package("")
