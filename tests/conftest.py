@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--flips", type=int, default=200, help="Damaged files in test_flips.")
     parser.addoption(
-        "--decoded", type=int, default=8, help="Prompts that test_decode asks the real target."
+        "--decoded", type=int, default=5, help="Prompts that test_decode asks the real target."
     )
 
 

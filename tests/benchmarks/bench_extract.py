@@ -101,6 +101,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--units", type=int, default=4, help="for each worker")
     parser.add_argument("--real", help="codec of a run with real lengths, units of 16 packs")
     parser.add_argument("--cap-gb", type=float, help="memory that PyTorch may take of the GPU")
+    parser.add_argument("--budget", type=int, help="tokens of two large batches at the end")
     parser.add_argument("--ram-disk", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--grow-gb", type=int, default=0, help="touch this much memory first")
     parser.add_argument("--commit", default="unknown")
@@ -353,6 +354,7 @@ def extract(
         result |= {
             "whole": total.tokens / total.seconds,
             "padded": total.padded_frac,
+            "splits": total.splits,
             "gb_per_s": total.written_bytes / total.seconds / GB,
         }
     return result
@@ -473,6 +475,18 @@ def main() -> None:
             first=len(plan.batches[0]),
         )
         show(f"real {options.real}", got, bare, bare_peak)
+    if options.budget:
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(len(options.codec) + 1)
+        count = options.budget // options.length
+        plan, tokens = make_plan(
+            2 * count * [options.length],
+            unit_packs=2 * options.budget // PACK_TOKENS,
+            batch_tokens=options.budget,
+            vocab=target.vocab_size,
+        )
+        got = extract(options, target, place, codec="int8", plan=plan, tokens=tokens, first=0)
+        print(f"2 batches of {count} x {options.length}: {got['splits']} split", flush=True)
+        show("int8", got, bare, bare_peak)
 
 
 def show(codec: str, got: dict[str, float], bare: float, bare_peak: int) -> None:

@@ -52,7 +52,7 @@ def test_fast_path(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     monkeypatch.setattr(fast_path, "is_flash_linear_attention_available", lambda: False)
     check_fast_path(dense, CUDA, allow_slow_path=False)
     check_fast_path(hybrid, CPU, allow_slow_path=False)
-    with pytest.raises(BadInput, match="6 of 8 layers .* pip install flash-linear-attention"):
+    with pytest.raises(BadInput, match="6 of 8 layers .* pip install -U flash-linear-attention"):
         check_fast_path(hybrid, CUDA, allow_slow_path=False)
     assert capsys.readouterr().err == ""
     check_fast_path(hybrid, CUDA, allow_slow_path=True)
