@@ -28,6 +28,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from random_plans import PACK_TOKENS, make_plan, real_lengths
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config
 
 from dflash_offline.common import target as target_module
@@ -37,7 +38,7 @@ from dflash_offline.common.identity import Identity
 from dflash_offline.common.layer_ids import resolve_layers
 from dflash_offline.common.pack_arrays import as_bfloat16
 from dflash_offline.common.progress import JsonLog
-from dflash_offline.common.store import Plan, Sample, Schema
+from dflash_offline.common.store import Plan, Schema
 from dflash_offline.common.store_writer import Store
 from dflash_offline.common.target import Target
 from dflash_offline.extract.calibrate import calibrate
@@ -48,7 +49,6 @@ from dflash_offline.extract.memory_model import memory_model
 from dflash_offline.extract.meta_forward import forward_cost
 from dflash_offline.extract.pipeline import num_writers
 from dflash_offline.extract.place import Place, place_in
-from dflash_offline.extract.plan import cut_packs, make_batches
 from dflash_offline.extract.self_check import report, self_check
 from dflash_offline.extract.stop_request import StopRequest
 from dflash_offline.extract.worker import Worker, unfinished_units
@@ -87,7 +87,7 @@ SHAPES = {
         head_dim=16,
     ),
 }
-PACK_TOKENS, GB = 16384, 1e9
+GB = 1e9
 CONVOLUTION = "causal_conv1d_fn"
 
 
@@ -162,45 +162,6 @@ def random_target(shape: str, device: torch.device) -> Target:
     return target_module._describe(
         nowhere, causal, device=device, dtype=dtype, head=False, shared_by=1
     )
-
-
-def make_plan(
-    lengths: Sequence[int], *, unit_packs: int, batch_tokens: int, vocab: int
-) -> tuple[Plan, list[np.ndarray]]:
-    packs, starts, num_packs = cut_packs(np.array(lengths), PACK_TOKENS)
-    samples = [
-        Sample(
-            id=f"random:{i}",
-            source="random",
-            licence="",
-            content_hash=str(i),
-            length=int(length),
-            supervised=int(length),
-            pack=int(pack),
-            start=int(start),
-            held_out=False,
-        )
-        for i, (length, pack, start) in enumerate(zip(lengths, packs, starts, strict=True))
-    ]
-    batches = make_batches(
-        np.array(lengths), packs, unit_packs=unit_packs, batch_tokens=batch_tokens
-    )
-    plan = Plan(
-        samples=samples,
-        batches=batches,
-        num_packs=num_packs,
-        num_held_out_packs=0,
-        unit_packs=unit_packs,
-    )
-    rng = np.random.default_rng(0)
-    return plan, [rng.integers(0, vocab, n).astype(np.int32) for n in lengths]
-
-
-def real_lengths(num_packs: int) -> list[int]:
-    rng, lengths, room = np.random.default_rng(0), [], num_packs * PACK_TOKENS * 0.95
-    while sum(lengths) < room:
-        lengths.append(int(np.clip(rng.lognormal(np.log(800) - 0.32, 0.8), 16, 4096)))
-    return lengths
 
 
 def compare_convolutions(target: Target, ids: np.ndarray) -> None:
