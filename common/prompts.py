@@ -22,6 +22,8 @@ _ROLES = {
     "model": "assistant",
     "system": "system",
 }
+# Of texts that `is_unicode` finds.
+NOT_UNICODE = "half of a surrogate pair is no character"
 _ID_KEYS = ("id", "question_id", "conversation_id")
 
 
@@ -109,7 +111,7 @@ def _prompt(row: Any, where: str, *, number: int) -> Prompt:
     if not isinstance(row, Mapping):
         raise BadInput(f"{where} is a {type(row).__name__}; rows are {_SHAPES}")
     if not is_unicode(row):
-        raise BadInput(f"{where}: half of a surrogate pair is no character; repair or remove it")
+        raise BadInput(f"{where}: {NOT_UNICODE}; repair or remove it")
     name = next((str(row[key]) for key in _ID_KEYS if row.get(key) is not None), str(number))
     for key in ("messages", "conversations"):
         if key in row:

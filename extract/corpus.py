@@ -21,7 +21,7 @@ from dflash_offline.common import chat
 from dflash_offline.common.chat import ChatOptions
 from dflash_offline.common.errors import BadInput
 from dflash_offline.common.progress import ProgressLine
-from dflash_offline.common.prompts import is_unicode
+from dflash_offline.common.prompts import NOT_UNICODE, is_unicode
 from dflash_offline.common.store import LossMask, supervised
 from dflash_offline.extract.conversations import (
     Completion,
@@ -176,7 +176,7 @@ class CorpusReader:
             BadInput: a value of the wrong type; names address and field.
         """
         if not is_unicode(row.values):
-            example = f"{row.address}: half of a surrogate pair is no character"
+            example = f"{row.address}: {NOT_UNICODE}"
             return Skipped(reason=NOT_RENDERED, example=example)
         content = parse_row(row)
         if isinstance(content, Conversation) and not _has_assistant(content):

@@ -98,7 +98,7 @@ def use_fast_convolution(target: Target) -> bool:
     """Let a hybrid target's short convolutions on a GPU run in flash-linear-attention's kernel.
 
     The whole process is changed: modeling code of transformers looks the function up by its name.
-    Nothing is where the package causal_conv1d is, or where neither is.
+    Nothing is changed where the package causal_conv1d is, or where neither package is.
 
     Returns:
         Whether anything was changed.

@@ -9,7 +9,7 @@ from itertools import chain, islice
 from typing import Any
 
 from dflash_offline.common.errors import BadInput
-from dflash_offline.common.prompts import is_unicode
+from dflash_offline.common.prompts import NOT_UNICODE, is_unicode
 from dflash_offline.extract.conversations import Conversation, Message, parse_row
 from dflash_offline.extract.rows import Row, read_rows
 
@@ -118,9 +118,7 @@ def read_jobs(specs: Sequence[str], num_prompts: int | None, num_answers: int) -
 
 def _questions(row: Row) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
     if not is_unicode(row.values):
-        raise BadInput(
-            f"--data {row.address}: half of a surrogate pair is no character; repair or remove it"
-        )
+        raise BadInput(f"--data {row.address}: {NOT_UNICODE}; repair or remove it")
     content = parse_row(row)
     if not isinstance(content, Conversation):
         raise BadInput(

@@ -198,7 +198,6 @@ def _backward_q(call: Call, q, k_ctx, v_ctx, k_own, v_own, out, lse, d_out):
 
 
 def _backward_kv(call: Call, q, k_ctx, v_ctx, lse, delta, d_out) -> tuple[Tensor, Tensor]:
-    launch = launches_of(q, q.shape[-1]).dkv
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k_ctx, v_ctx))
     if HAS_GLUON and attention_hopper_context.is_supported(q, k_ctx):
         attention_hopper_context.backward_kv(
@@ -213,6 +212,7 @@ def _backward_kv(call: Call, q, k_ctx, v_ctx, lse, delta, d_out) -> tuple[Tensor
             scale=call.scale,
         )
         return dk, dv
+    launch = launches_of(q, q.shape[-1]).dkv
     tiles = call.tables.tiles(launch.tokens)
     if tiles.shape[0]:
         constants = call.constants(q, k_ctx, launch)

@@ -55,7 +55,8 @@ def run(config: EvalConfig) -> None:
         Console().print(comparison_table(logs))
         Console().print(f"page: {write_comparison(logs, Path(where))}", soft_wrap=True)
         return
-    with told_of_memory(str(_device(config)), "lower --rows-per-pass, or free some"):
+    smaller = "lower --rows-per-pass, or " if mode == "cache" else ""
+    with told_of_memory(str(_device(config)), f"{smaller}go on where more is free"):
         if mode == "cache":
             result, problem = _from_cache(config), None
         else:
