@@ -38,6 +38,7 @@ SHAPE = {
     "head_dim": 8,
     "max_position_embeddings": 512,
 }
+WIDE = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "head_dim": 64}
 LINEAR = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -47,6 +48,8 @@ LINEAR = {
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {
     "qwen3": lambda **ids: Qwen3Config(**SHAPE, **ids, tie_word_embeddings=False),
+    # Whose products a GPU may sum in another order.
+    "qwen3-wide": lambda **ids: Qwen3Config(**SHAPE | WIDE, **ids, tie_word_embeddings=False),
     "llama": lambda **ids: LlamaConfig(**SHAPE, **ids, tie_word_embeddings=True),
     "gemma3": lambda **ids: Gemma3TextConfig(
         **SHAPE, **ids, sliding_window=8, final_logit_softcapping=5.0

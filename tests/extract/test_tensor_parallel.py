@@ -2,14 +2,19 @@
 
 import json
 import re
+from collections.abc import Iterable
 
+import numpy as np
 import pytest
 import torch
 from transformers import Qwen3Config
 
-from dflash_offline.common.cache import open_cache
+from dflash_offline.common.cache import Document, open_cache
 from dflash_offline.common.errors import BadInput
+from dflash_offline.common.pack_arrays import as_bfloat16
+from dflash_offline.common.target import load_target
 from dflash_offline.extract.cli import main as extract_command
+from dflash_offline.extract.forward import BatchStates, StateForward
 from dflash_offline.extract.launch import check_group_size
 from dflash_offline.extract.tensor_parallel import check_tensor_parallel
 
@@ -88,3 +93,40 @@ def test_states_are_those_of_one_process(family, make_target, write_corpus, run,
     assert record["run"]["tp"] == "2"
     for name in ("embed_tokens", "lm_head", "norm"):
         assert torch.equal(shared.target_tensor(name), alone.target_tensor(name))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("family", ["qwen3-wide", "qwen3.5-hybrid"])
+def test_states_of_two_gpus_are_those_of_one(family, make_target, write_corpus, run, tmp_path):
+    """To bfloat16 rounding: as near as a forward in bfloat16 is to one in float32."""
+    folder, stores = make_target(family), {}
+    options = ("--target", folder, "--data", write_corpus(60), "--dtype", "bfloat16")
+    options += ("--codec", "raw", "--layers", "0,1,4", "--teacher", "final")
+    options += ("--pack-tokens", 256, "--batch-tokens", 512)
+    for name, workers in {"one": ("--gpus", 1), "two": ("--gpus", 2, "--tp", 2)}.items():
+        assert run(extract_command, *options, "--out", tmp_path / name, *workers) == 0
+        stores[name] = open_cache(str(tmp_path / name))
+    for name, tp in {"one": "1", "two": "2"}.items():
+        record = json.loads((tmp_path / name / "commit/00000000.json").read_text())
+        assert record["run"]["tp"] == tp
+        assert stores[name].identity.target["compute_dtype"] == "bfloat16"
+    one, two = (rows_of(store.read_many(range(60))) for store in stores.values())
+    target = load_target(folder, dtype=torch.float32, device="cuda", head=False)
+    with StateForward(target, (0, 1, 4), keep_final=True) as forward:
+        exact = rows_of(forward([each.tokens]) for each in stores["one"].read_many(range(60)))
+    rounding, apart = (
+        (a - b).norm(dim=-1) / exact.norm(dim=-1) for a, b in ((one, exact), (one, two))
+    )
+    spread = rounding.square().mean(1, keepdim=True).sqrt()
+    # Sums over parts are rounded at other places. Of two forwards whose roundings had nothing in
+    # common the distance would be 1.4 times that of either from the exact states.
+    assert (apart.square().mean(1, keepdim=True).sqrt() < 1.5 * spread).all()
+    assert (apart < 4 * spread).all()
+    assert (apart > 0).any()
+
+
+def rows_of(documents: Iterable[Document | BatchStates]) -> torch.Tensor:
+    """Return all states, the final ones last: [layers + 1, tokens, H]."""
+    parts = [np.concatenate([each.features, each.final[None]]) for each in documents]
+    return as_bfloat16(np.concatenate(parts, 1)).float()
