@@ -70,7 +70,7 @@ def parse() -> Namespace:
     )
     parser.add_argument("--held-out", default="", help="use ids that begin so")
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--workers", type=int, default=12, help="processes, all on one GPU")
+    parser.add_argument("--workers", type=int, default=12, help="processes, shared out to the GPUs")
     parser.add_argument("--seconds", type=float, default=3600, help="begin no answer later")
     parser.add_argument("--svg", type=Path, help="draw acceptance over minutes here")
     return parser.parse_args()

@@ -62,7 +62,7 @@ def parse() -> Namespace:
     parser.add_argument("--out", type=Path, required=True, help="JSONL file, a line a run")
     parser.add_argument("--variants", nargs="+", help="of the stores' names, skip and fp8")
     parser.add_argument("--seeds", type=int, default=LEAST_SEEDS)
-    parser.add_argument("--workers", type=int, default=12, help="processes, all on one GPU")
+    parser.add_argument("--workers", type=int, default=12, help="processes, shared out to the GPUs")
     parser.add_argument("--seconds", type=float, default=3600, help="start no run that ends later")
     parser.add_argument("--held-out", default="", help="judge ids that begin so")
     parser.add_argument("--drafts", type=Path, help="keep the drafters of the first seed here")

@@ -1,6 +1,7 @@
 """Work of a benchmark in several processes, and a JSON line in a file as each piece of it ends."""
 
 import json
+import os
 import queue
 import sys
 import time
@@ -8,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
+
+import torch
 
 # For what a worker has in hand when no time is left.
 _GRACE_S = 10
@@ -24,8 +27,7 @@ def written_records(
         out: records are appended, so that what is there when a run is cut off stays.
         until: in seconds of `time.time`.
     """
-    for worker in workers:
-        worker.start()
+    _start(workers)
     with out.open("a") as lines:
         while any(worker.is_alive() for worker in workers) or not results.empty():
             try:
@@ -42,6 +44,21 @@ def written_records(
             yield record
     for worker in workers:
         worker.terminate()
+
+
+def _start(workers: Sequence[SpawnProcess]) -> None:
+    """Start workers, one after another on each of the GPUs that this process may use."""
+    name = "CUDA_VISIBLE_DEVICES"
+    before = os.environ.get(name)
+    gpus = before.split(",") if before else [str(i) for i in range(torch.cuda.device_count())]
+    for number, worker in enumerate(workers):
+        if gpus:
+            os.environ[name] = gpus[number % len(gpus)]
+        worker.start()
+    if before is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = before
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
