@@ -33,7 +33,7 @@ BAR = 1e-3
 
 
 def parse() -> tuple[Namespace, list[str]]:
-    parser = ArgumentParser(description=__doc__.split("\n")[0])
+    parser = ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--cache", required=True, help="store to train on")
     parser.add_argument("--gpus", nargs="+", type=int, default=[2], help="beside one")
     parser.add_argument("--steps", type=int, default=200)
