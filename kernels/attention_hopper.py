@@ -94,7 +94,8 @@ def _copy(
         at = [first * B, head * D]
         hopper.tma.async_copy_global_to_shared(k_own_desc, at, own_full, own_smem.index(0))
         hopper.tma.async_copy_global_to_shared(v_own_desc, at, own_full, own_smem.index(1))
-        for start in range(begin, end, BLOCK_N):
+        # An empty context has one tile, all of it masked.
+        for start in range(begin, gl.maximum(end, begin + 1), BLOCK_N):
             stage = tile % STAGES
             waited_tile = (tile // STAGES & 1) ^ 1
             at_tile = [start, head * D]
@@ -178,75 +179,78 @@ def _attend(
     row_b = part * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, STORE))
     col_b = gl.arange(0, D, layout=gl.SliceLayout(0, STORE))
     zeros = gl.zeros([PART, BLOCK_N], gl.float32, S)
+    own_zeros = gl.zeros([PART, BLOCK_C], gl.float32, OWN)
     tile = 0
     num_steps = _num_steps(num_items)
-    first, count, head, chunk, begin, inside, hi_min, end = _item(
+    first, count, head, chunk, begin, inside, hi_min, _ = _item(
         0, num_groups, num_items, group_ptr, lo_ptr, hi_ptr, B, CHUNKS, WINDOW
     )
     for step in range(num_steps):
         # Read a step ahead.
-        first_, count_, head_, chunk_, begin_, inside_, hi_min_, end_ = _item(
+        first_, count_, head_, chunk_, begin_, inside_, hi_min_, _end = _item(
             step + 1, num_groups, num_items, group_ptr, lo_ptr, hi_ptr, B, CHUNKS, WINDOW
         )
         slot = chunk * SLOTS + row // R
         valid = (row < SLOTS * R) & (slot < count * B)
         hi = gl.load(hi_ptr + first + slot // B, mask=valid, other=0)
         floor = hi + slot % B - WINDOW
+        # Not carried from step to step: nothing uses it but the bounds of a loop.
+        end = gl.load(hi_ptr + first + count - 1)
 
         # The own block first: every valid row sees something in it, so no maximum stays at -inf.
+        # The first context tile too, so that the tensor cores have work meanwhile.
         hopper.mbarrier.wait(q_full.index(part), step & 1)
         hopper.mbarrier.wait(own_full, step & 1)
-        s_own = hopper.warpgroup_mma(
-            q, own_smem.index(0).permute((1, 0)), gl.zeros([PART, BLOCK_C], gl.float32, OWN),
-            use_acc=False,
-        )  # fmt: skip
+        next_own = hopper.warpgroup_mma(
+            q, own_smem.index(0).permute((1, 0)), own_zeros, use_acc=False, is_async=True
+        )
+        stage = tile % STAGES
+        hopper.mbarrier.wait(k_full.index(stage), tile // STAGES & 1)
+        next_s = hopper.warpgroup_mma(
+            q, k_smem.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
+        )
+        s_own = hopper.warpgroup_mma_wait(1, deps=[next_own])
         s_own = _own_scores(s_own, part, chunk, count, R, B, SLOTS, WINDOW, CAUSAL, BLOCK_C, OWN)
         m_own = gl.maximum(gl.max(s_own, 1) * scale_log2, -1e30)
         p_own = gl.exp2(s_own * scale_log2 - m_own[:, None])
         total = gl.convert_layout(gl.sum(p_own, 1), gl.SliceLayout(1, S))
         m = gl.convert_layout(m_own, gl.SliceLayout(1, S))
-        acc = hopper.warpgroup_mma(
+        next_acc = hopper.warpgroup_mma(
             gl.convert_layout(p_own.to(dtype), P), own_smem.index(1),
-            gl.zeros([PART, D], gl.float32, ACC), use_acc=False,
+            gl.zeros([PART, D], gl.float32, ACC), use_acc=False, is_async=True,
         )  # fmt: skip
+        s = hopper.warpgroup_mma_wait(1, deps=[next_s])
+        hopper.mbarrier.arrive(k_free.index(stage), count=1)
+        s = _context_scores(s, begin, hi, floor, hi_min, inside, WINDOW, BLOCK_N, S)
+        p, m, total, alpha = _softmax(s, m, total, scale_log2)
+        acc = hopper.warpgroup_mma_wait(0, deps=[next_acc])
         hopper.mbarrier.arrive(own_free, count=1)
-
-        num_tiles = (end - begin + BLOCK_N - 1) // BLOCK_N
-        if num_tiles > 0:
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, ACC))[:, None]
+        p16 = gl.convert_layout(p.to(dtype), P)
+        for start in range(begin + BLOCK_N, end, BLOCK_N):
+            tile += 1
             stage = tile % STAGES
+            before = (tile - 1) % STAGES
             hopper.mbarrier.wait(k_full.index(stage), tile // STAGES & 1)
-            s = hopper.warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), zeros, use_acc=False)
+            next_s = hopper.warpgroup_mma(
+                q, k_smem.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
+            )
+            hopper.mbarrier.wait(v_full.index(before), (tile - 1) // STAGES & 1)
+            next_acc = hopper.warpgroup_mma(p16, v_smem.index(before), acc, is_async=True)
+            s = hopper.warpgroup_mma_wait(1, deps=[next_s])
             hopper.mbarrier.arrive(k_free.index(stage), count=1)
-            s = _context_scores(s, begin, hi, floor, hi_min, inside, WINDOW, BLOCK_N, S)
+            s = _context_scores(s, start, hi, floor, hi_min, inside, WINDOW, BLOCK_N, S)
             p, m, total, alpha = _softmax(s, m, total, scale_log2)
+            acc = hopper.warpgroup_mma_wait(0, deps=[next_acc])
+            hopper.mbarrier.arrive(v_free.index(before), count=1)
             acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, ACC))[:, None]
             p16 = gl.convert_layout(p.to(dtype), P)
-            for start in range(begin + BLOCK_N, end, BLOCK_N):
-                tile += 1
-                stage = tile % STAGES
-                before = (tile - 1) % STAGES
-                hopper.mbarrier.wait(k_full.index(stage), tile // STAGES & 1)
-                next_s = hopper.warpgroup_mma(
-                    q, k_smem.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
-                )
-                hopper.mbarrier.wait(v_full.index(before), (tile - 1) // STAGES & 1)
-                next_acc = hopper.warpgroup_mma(p16, v_smem.index(before), acc, is_async=True)
-                s = hopper.warpgroup_mma_wait(1, deps=[next_s])
-                hopper.mbarrier.arrive(k_free.index(stage), count=1)
-                s = _context_scores(s, start, hi, floor, hi_min, inside, WINDOW, BLOCK_N, S)
-                p, m, total, alpha = _softmax(s, m, total, scale_log2)
-                acc = hopper.warpgroup_mma_wait(0, deps=[next_acc])
-                hopper.mbarrier.arrive(v_free.index(before), count=1)
-                acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, ACC))[:, None]
-                p16 = gl.convert_layout(p.to(dtype), P)
-            hopper.mbarrier.arrive(q_free.index(part), count=1)
-            stage = tile % STAGES
-            hopper.mbarrier.wait(v_full.index(stage), tile // STAGES & 1)
-            acc = hopper.warpgroup_mma(p16, v_smem.index(stage), acc)
-            hopper.mbarrier.arrive(v_free.index(stage), count=1)
-            tile += 1
-        else:
-            hopper.mbarrier.arrive(q_free.index(part), count=1)
+        hopper.mbarrier.arrive(q_free.index(part), count=1)
+        stage = tile % STAGES
+        hopper.mbarrier.wait(v_full.index(stage), tile // STAGES & 1)
+        acc = hopper.warpgroup_mma(p16, v_smem.index(stage), acc)
+        hopper.mbarrier.arrive(v_free.index(stage), count=1)
+        tile += 1
 
         total = gl.where(valid, total, 1.0)
         inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, ACC))
@@ -258,7 +262,7 @@ def _attend(
         at = (head.to(gl.int64) * num_rows + first * B + slot) * R + row % R
         gl.store(lse_ptr + at, m + gl.log2(total), mask=valid)
         first, count, head, chunk = first_, count_, head_, chunk_
-        begin, inside, hi_min, end = begin_, inside_, hi_min_, end_
+        begin, inside, hi_min = begin_, inside_, hi_min_
 
 
 @gluon.jit(do_not_specialize=["num_rows", "num_groups", "num_items"])

@@ -26,7 +26,11 @@ from dflash_offline.kernels.optional_triton import (
 )
 
 if HAS_GLUON:
-    from dflash_offline.kernels import attention_hopper, attention_hopper_context
+    from dflash_offline.kernels import (
+        attention_hopper,
+        attention_hopper_backward,
+        attention_hopper_context,
+    )
 
 __all__ = ["BlockTables", "block_attention", "build_tables", "table_sizes", "warm_up"]
 
@@ -172,7 +176,27 @@ def _backward_q(call: Call, q, k_ctx, v_ctx, k_own, v_own, out, lse, d_out):
     )
     constants = _group_constants(call, q, k_ctx, v_ctx, k_own, v_own, launch)
     groups = tables.groups(RowTile.of(launch.rows, constants["R"], constants["B"]).anchors)
-    if groups.shape[0]:
+    own_tokens, chunks = constants["BLOCK_C"], constants["CHUNKS"]
+    if not groups.shape[0]:
+        return delta, dq, dk_own, dv_own
+    if (
+        HAS_GLUON
+        and launch.rows == 128
+        and attention_hopper_backward.is_supported(q, k_ctx, own_tokens=own_tokens, chunks=chunks)
+    ):
+        attention_hopper_backward.backward_q(
+            (q, k_ctx, v_ctx, k_own, v_own),
+            tables,
+            groups,
+            (out, lse, d_out),
+            (delta, dq, dk_own, dv_own),
+            slots=constants["SLOTS"],
+            own_tokens=own_tokens,
+            window=call.window,
+            causal=call.causal,
+            scale=call.scale,
+        )
+    else:
         attention_kernels._block_attention_bwd_q_kernel[(groups.shape[0], k_ctx.shape[1])](
             q,
             _token_source(k_ctx, launch),

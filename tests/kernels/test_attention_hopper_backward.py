@@ -6,7 +6,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from dflash_offline.kernels import attention_hopper, attention_hopper_context, reference
+from dflash_offline.kernels import (
+    attention_hopper,
+    attention_hopper_backward,
+    attention_hopper_context,
+    attention_hopper_own,
+    reference,
+)
+from dflash_offline.kernels.attention_launch import RowTile, power_of_two
 from dflash_offline.kernels.attention_tables import BlockTables, build_tables
 from dflash_offline.kernels.optional_triton import HAS_GLUON
 
@@ -76,6 +83,47 @@ class Case:
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 @pytest.mark.parametrize(
+    ("ratio", "block", "window", "causal"),
+    [
+        (4, 16, None, False),
+        (4, 10, 50, True),
+        (8, 7, 5, False),
+        (4, 32, None, True),
+        (2, 16, 99, False),
+        (16, 8, None, False),
+    ],
+)
+def test_dq_and_own_blocks(gluon, monkeypatch, layout, ratio, block, window, causal):
+    case = Case.of(layout, ratio=ratio, block=block, window=window, causal=causal)
+    q, k_ctx, v_ctx, k_own, v_own = case.inputs
+    tile = RowTile.of(128, ratio, block)
+    assert tile.chunks == 1
+    own_tokens = max(16, power_of_two(tile.anchors * block))
+    groups = case.tables.groups(tile.anchors)
+    items = groups.shape[0] * HEADS
+    boxes = [*3 * [[64 // ratio, ratio, DIM]], *2 * [[64, DIM]], *2 * [[own_tokens, DIM]]]
+    tensors = [q, case.d_out, case.out, k_ctx, v_ctx, k_own, v_own]
+    sources = [gluon.Descriptor(x, box) for x, box in zip(tensors, boxes, strict=True)]
+    for seed in range(2):
+        machine = gluon.Machine(seed=seed)
+        modules = (attention_hopper, attention_hopper_own, attention_hopper_backward)
+        gluon.patch(monkeypatch, machine, *modules)
+        got = [torch.full_like(x, float("nan")) for x in (q, k_own, v_own, case.lse)]
+        *grads, delta = (gluon.Pointer(x) for x in got)
+        lists = (gluon.Pointer(x) for x in (case.tables.lo, case.tables.hi, groups))
+        gluon.launch(
+            machine, attention_hopper_backward.block_attention_bwd_q_kernel, (3,), *sources,
+            *grads, gluon.Pointer(case.lse), delta, *lists, SCALE * math.log2(math.e), SCALE,
+            q.shape[0], groups.shape[0], items,
+            HQ=ratio * HEADS, R=ratio, B=block, D=DIM, SLOTS=tile.slots, WINDOW=window or 0,
+            CAUSAL=causal, BLOCK_N=64, BLOCK_C=own_tokens, STAGES=3,
+        )  # fmt: skip
+        wanted = [case.grads[0], *case.grads[3:], case.delta]
+        assert all((a - b).abs().max() < 1e-12 for a, b in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize(
     ("ratio", "block", "window"),
     [(4, 16, None), (4, 10, 50), (8, 7, None), (1, 32, 5), (16, 3, 150), (4, 32, 1)],
 )
@@ -102,3 +150,25 @@ def test_context(gluon, monkeypatch, layout, ratio, block, window):
         )  # fmt: skip
         for a, b in zip(got, case.grads[1:3], strict=True):
             assert (a - b).abs().max() < 1e-12
+
+
+def test_what_is_supported(monkeypatch):
+    """The rest goes to the Triton kernel."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+
+    class OnDevice(torch.Tensor):
+        is_cuda = True
+
+    def supports(ratio, block, dim=128, dtype=torch.bfloat16, num_ctx=1):
+        tile = RowTile.of(128, ratio, block)
+        q = torch.empty(block, 2 * ratio, dim, dtype=dtype).as_subclass(OnDevice)
+        own_tokens = max(16, power_of_two(tile.anchors * block))
+        return attention_hopper_backward.is_supported(
+            q, torch.empty(num_ctx, 2, dim, dtype=dtype), own_tokens=own_tokens, chunks=tile.chunks
+        )
+
+    assert all(supports(*shape) for shape in [(4, 16), (4, 32), (8, 16), (16, 8), (2, 16), (4, 7)])
+    assert not any(supports(*shape) for shape in [(3, 16), (1, 16), (8, 32), (4, 64), (16, 16)])
+    assert not supports(4, 16, dim=64)
+    assert not supports(4, 16, dtype=torch.float32)
+    assert not supports(4, 16, num_ctx=0)

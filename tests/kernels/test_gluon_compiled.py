@@ -41,6 +41,18 @@ KERNELS = {
         | NUMBERS | LISTS | GROUPS
         | {"CHUNKS": 1, "BLOCK_N": 128, "STAGES": 2},
     ),
+    "dq": (
+        "attention_hopper_backward",
+        "block_attention_bwd_q_kernel",
+        dict.fromkeys(("q_desc", "do_desc", "out_desc"), ROWS)
+        | dict.fromkeys(("k_desc", "v_desc"), boxes(64, DIM))
+        | dict.fromkeys(("k_own_desc", "v_own_desc"), boxes(OWN, DIM))
+        | dict.fromkeys(("dq_ptr", "dk_own_ptr", "dv_own_ptr"), "*bf16")
+        | dict.fromkeys(("lse_ptr", "delta_ptr"), "*fp32")
+        | dict.fromkeys(("scale", "scale_log2"), "fp32")
+        | NUMBERS | LISTS | GROUPS
+        | {"BLOCK_N": 64, "STAGES": 4},
+    ),
     "context": (
         "attention_hopper_context",
         "block_attention_bwd_kv_kernel",
