@@ -7,6 +7,7 @@ Letters: T tokens, K captured layers, H hidden, V vocabulary, N decoder layers.
 
 import functools
 import inspect
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -206,6 +207,8 @@ def load_target(
         causal = load_causal(checkpoint, _full_config(checkpoint), dtype=dtype, **extra)
     causal.eval().requires_grad_(False)
     _drop_other_modalities(causal)
+    if dtype == torch.float32:
+        keep_fp32_products()
     return _describe(
         checkpoint,
         causal,
@@ -214,6 +217,16 @@ def load_target(
         head=head,
         shared_by=tensor_parallel,
     )
+
+
+def keep_fp32_products() -> None:
+    """Keep the kernels of linear attention from rounding fp32 products to ten bits of mantissa.
+
+    Triton does so where a kernel says nothing else (`tl.dot`), unlike PyTorch: a block of tokens
+    would not give the states that its tokens give one by one. Products of three TF32 parts are off
+    by about 2^-22. It counts for the whole process; a choice of the user's is left.
+    """
+    os.environ.setdefault("TRITON_F32_DEFAULT", "tf32x3")
 
 
 def _describe(

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import islice
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from dflash_offline.common.errors import BadInput, Stopped
@@ -94,12 +95,19 @@ def _workers(function: Callable[[Any], Any], count: int) -> Iterator["queue.Simp
         for number in range(count):
             pipe, far_end = context.Pipe()
             process = context.Process(
-                target=_serve, args=(function, far_end), name=f"rows-{number}", daemon=True
+                target=_serve, args=(far_end,), name=f"rows-{number}", daemon=True
             )
             process.start()
             far_end.close()
             workers.append(_Worker(process, pipe))
-            idle.put(workers[-1])
+        # Not as an argument: starting a process waits until it has unpickled those, for which it
+        # imports what the function needs, seconds each, and the next would start only then.
+        packed = ForkingPickler.dumps(function)
+        for worker in workers:
+            # One that has ended is found when it is given rows.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                worker.pipe.send_bytes(packed)
+            idle.put(worker)
         yield idle
     finally:
         for worker in workers:
@@ -126,11 +134,12 @@ def _ask(idle: "queue.SimpleQueue[_Worker]", chunk: Sequence[Any]) -> _Answer:
         idle.put(worker)
 
 
-def _serve(function: Callable[[Any], Any], pipe: Connection) -> None:
+def _serve(pipe: Connection) -> None:
     # Ctrl-C reaches every process of the terminal; the first one decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        function = pipe.recv()
         while True:
             results: list[Any] = []
             problem = None

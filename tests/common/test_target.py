@@ -1,6 +1,7 @@
 """Loading targets: layer ids, capture against an independent forward, heads, scales, refusals."""
 
 import importlib.util
+import os
 from pathlib import Path
 
 import gguf
@@ -137,6 +138,24 @@ def test_base_makes_no_logits(family: Target):
     assert not any(m is family.lm_head for m in family.base.modules())
     assert family.tied == family.config.tie_word_embeddings
     assert family.head_weight().shape == (family.vocab_size, family.hidden_size)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "before", "after"),
+    [
+        (torch.float32, None, "tf32x3"),
+        (torch.float32, "ieee", "ieee"),
+        (torch.bfloat16, None, None),
+    ],
+)
+def test_products_of_an_fp32_target_are_not_rounded(dtype, before, after, tmp_path, monkeypatch):
+    # What is set here ends with the test, whoever sets it.
+    monkeypatch.setenv("TRITON_F32_DEFAULT", before or "")
+    if before is None:
+        monkeypatch.delenv("TRITON_F32_DEFAULT")
+    save_model(FAMILIES["qwen3"], tmp_path)
+    load_target(tmp_path, dtype=dtype, device="cpu", head=False)
+    assert os.environ.get("TRITON_F32_DEFAULT") == after
 
 
 def test_text_part_of_a_multimodal_checkpoint(tmp_path: Path):

@@ -62,6 +62,30 @@ def test_lost_process_stops_the_run():
         list(map_rows(os._exit, [7] * 1000, num_workers=2))
 
 
+class Meeting:
+    """Adds one; can be unpickled only where as many processes do so at once."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        self._folder, self._size = folder, size
+
+    def __call__(self, row: int) -> int:
+        return row + 1
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update(state)
+        (self._folder / str(os.getpid())).touch()
+        until = time.monotonic() + DEADLINE_S
+        while len(list(self._folder.iterdir())) < self._size:
+            assert time.monotonic() < until, "processes start one after another"
+            time.sleep(0.01)
+
+
+def test_processes_start_side_by_side(tmp_path: Path):
+    """What a function needs takes seconds to import, and there may be a hundred cores."""
+    found = map_rows(Meeting(tmp_path, 3), range(300), num_workers=3)
+    assert list(found) == list(range(1, 301))
+
+
 LAUNCHER = """
 import itertools, os, time
 from dflash_offline.extract.row_workers import map_rows
