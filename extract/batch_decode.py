@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import DynamicCache
 
 from dflash_offline.common.target import Target
+from dflash_offline.extract.roomy_cache import roomy_cache
 
 # Below this share of rows still running, the ended ones are taken out of the cache.
 _COMPACT_BELOW = 0.8
@@ -64,7 +64,7 @@ def decode_batch(
     position = attention.cumsum(dim=1) - 1  # [B, T]
     draws = _draws(seeds, sampling).to(device)  # [B, new tokens]
     stops = torch.tensor(sorted(stop_ids), device=device)
-    cache = DynamicCache(config=target.config)
+    cache = roomy_cache(target.config, limit=ids.shape[1] + sampling.max_new_tokens)
     new_tokens: list[list[int]] = [[] for _ in prompts]
     ended = [False] * len(prompts)
     running = torch.arange(len(prompts), device=device)
