@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dflash_offline.common.growing_keys import growing_keys
 from dflash_offline.common.target import Target
 from dflash_offline.extract.roomy_cache import roomy_cache
 
@@ -40,6 +41,7 @@ class Decoded:
 
 
 @torch.inference_mode()
+@growing_keys()
 def decode_batch(
     target: Target,
     prompts: Sequence[Sequence[int]],

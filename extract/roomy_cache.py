@@ -1,8 +1,8 @@
 """Keys and values of decoding in memory that has room for the tokens to come.
 
-Transformers' own layer concatenates for every token: each step reads and writes all that is held,
-and wants memory of a size that no step before it had, so nothing freed fits and the device is asked
-for more. Letters: B rows, K heads of keys, T tokens held, N new tokens, D head width.
+Transformers' own layer concatenates for every token, so that each step reads and writes all that is
+held: a third of a step of a small target with hundreds of rows. Letters: B rows, K heads of keys, T
+tokens held, N new tokens, D head width.
 """
 
 from typing import Any

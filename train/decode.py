@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dflash_offline.common.capture import Capture
+from dflash_offline.common.growing_keys import growing_keys
 from dflash_offline.common.target import Target
 from dflash_offline.train.acceptance import accept_greedy, accept_sampled, probabilities
 from dflash_offline.train.drafter import Drafter
@@ -58,6 +59,7 @@ class TargetSequence:
         self._cache = RollbackCache(target.config)
         self._argument = cache_argument(target.causal)
 
+    @growing_keys()
     def feed(self, tokens: list[int], *, num_logits: int) -> Tensor:
         """Run tokens after those already there; return the logits [num_logits, V] of the last."""
         self._cache.mark()

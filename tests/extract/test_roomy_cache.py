@@ -79,3 +79,13 @@ def test_decoding_is_that_of_a_plain_cache(family: str, make_target, monkeypatch
     # Rows that ended are gone from both.
     held = next(layer for layer in roomy.layers if type(layer) is RoomyLayer).keys
     assert held.shape[0] < len(prompts)
+
+
+def test_no_attention_that_plans_for_every_number_of_keys(make_target):
+    target = load_target(make_target("llama"), dtype=torch.float32, device="cpu", head=True)
+    enabled = []
+    target.causal.register_forward_pre_hook(
+        lambda *_: enabled.append(torch.backends.cuda.cudnn_sdp_enabled())
+    )
+    decode_batch(target, [[7, 8]], [0], stop_ids=[], sampling=Sampling(max_new_tokens=3))
+    assert enabled == [False, False, False]

@@ -258,6 +258,21 @@ def test_real_drafter_runs(target: Target) -> None:
     assert decoded.prefill_s > 0
 
 
+def test_no_attention_that_plans_for_every_number_of_keys(target: Target) -> None:
+    enabled = torch.backends.cuda.cudnn_sdp_enabled
+    found = []
+    handle = target.causal.register_forward_pre_hook(lambda *_: found.append(enabled()))
+    before = enabled()
+    greedy = decode_greedy(target, PROMPT, max_new_tokens=4)
+    drafter = ScriptedDrafter(target, PROMPT + greedy.tokens, SCRIPT)
+    with SpeculativeDecoder(target, drafter) as decoder:
+        decoder.decode(PROMPT, max_new_tokens=4)
+    handle.remove()
+    assert len(found) > 4
+    assert not any(found)
+    assert enabled() == before
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device and triton")
 @pytest.mark.parametrize("kind", TARGETS)
