@@ -1,28 +1,28 @@
 """What an extraction will do, before the target is loaded: options, layers, corpus and plan."""
 
 import hashlib
-import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import click
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from dflash_offline.common import chat, turns
-from dflash_offline.common.blobs import LocalBlobs, blobs_at
+from dflash_offline.common.blobs import Blobs, LocalBlobs, blobs_at
 from dflash_offline.common.chat import ChatOptions
 from dflash_offline.common.codecs import check_codec
+from dflash_offline.common.errors import BadInput
 from dflash_offline.common.identity import Scalar
 from dflash_offline.common.launch import count_workers
 from dflash_offline.common.layer_ids import resolve_layers
 from dflash_offline.common.local_copy import cache_folder
 from dflash_offline.common.store import Plan, Schema
 from dflash_offline.common.target import load_config, load_tokenizer
-from dflash_offline.extract import conversations, corpus, row_journal, rows
 from dflash_offline.extract.config import ExtractConfig
 from dflash_offline.extract.corpus import CorpusReader
 from dflash_offline.extract.fast_path import check_fast_path
@@ -38,19 +38,19 @@ from dflash_offline.extract.pack_buffers import POOL_UNITS
 from dflash_offline.extract.plan import PlanOptions, make_plan, padded_fraction
 from dflash_offline.extract.row_journal import RowJournal, fingerprint
 from dflash_offline.extract.row_workers import num_cores
+from dflash_offline.extract.rows import data_state
+from dflash_offline.extract.same_rows import row_facts, rows_digest, stored_plan, with_digest
+from dflash_offline.extract.self_check import checked_samples
 from dflash_offline.extract.settings import (
     check_teacher,
     parse_holdout,
     resolve_dtype,
     resolve_max_length,
 )
-from dflash_offline.extract.target_files import text_identity
 from dflash_offline.extract.tensor_parallel import check_tensor_parallel
 from dflash_offline.extract.token_rows import RowArrays
 
-# What makes tokens of rows.
-_PACKAGES = ("transformers", "tokenizers", "jinja2", "pyarrow")
-_MODULES = (rows, conversations, corpus, row_journal, chat, turns)
+_DataStates = list[list[tuple[str, int, int, int]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +61,9 @@ class Planned:
     chat: ChatOptions
     schema: Schema
     plan: Plan
-    tokens: Sequence[np.ndarray]  # int32 [length] of every sample, read when asked for
+    tokens: Sequence[np.ndarray]  # int32 [length] of every sample; none where the store has them
     masks: Sequence[np.ndarray]  # uint8 [length] of every sample, likewise
+    checked: list[np.ndarray]  # tokens of the samples that the self-check takes
     plan_fields: dict[str, Scalar]
     memory: str  # what it will take, for people
     journal: RowJournal  # of the rows' tokens, until the plan is written
@@ -174,7 +175,9 @@ def _plan_options(config: ExtractConfig) -> PlanOptions:
 
 
 def plan_extraction(config: ExtractConfig, device: torch.device, free: FreeMemory) -> Planned:
-    """Check options, read the corpus and make the plan; loads no weights, writes nothing.
+    """Check options, and read the corpus and make the plan, or find that the store has it.
+
+    Loads no weights, writes nothing.
 
     Args:
         free: memory of the GPU, of all the run's, that has least.
@@ -183,50 +186,67 @@ def plan_extraction(config: ExtractConfig, device: torch.device, free: FreeMemor
         BadInput: anything the user gave that cannot be used, or too little memory.
     """
     prepared = prepare(config, device, free)
-    journal = _journal(config, prepared)
-    kept, report = prepared.reader.read(
-        config.data, config.num_samples, num_workers=num_cores(), journal=journal
-    )
-    plan, order = make_plan(kept, report, prepared.plan_options)
+    reader, schema = prepared.reader, prepared.schema
+    blobs = blobs_at(config.out, config.storage_option)
+    states, facts = list(map(data_state, config.data)), row_facts(reader)
+    digest = rows_digest(reader, facts, config.data, num_threads=num_cores())
+    journal = _journal(blobs, states, {**facts, "rows": digest})
+    plan_fields = partial(_plan_fields, config, max_length=prepared.max_length)
+    stored = None
+    if not config.append:
+        stored = stored_plan(blobs, schema, digest=digest, plan_fields=plan_fields)
+    tokens: Sequence[np.ndarray] = ()
+    masks: Sequence[np.ndarray] = ()
+    if stored is not None:
+        plan, checked = stored
+        click.echo(f"the data is what {blobs.url} was planned with: not tokenised again", err=True)
+    else:
+        kept, report = reader.read(
+            config.data, config.num_samples, num_workers=num_cores(), journal=journal
+        )
+        plan, order = make_plan(kept, report, prepared.plan_options)
+        if digest is not None and _are_untouched(config.data, states):
+            plan = with_digest(plan, digest)
+        tokens, masks = RowArrays(kept, order), RowArrays(kept, order, masks=True)
+        checked = [tokens[at] for at in checked_samples(plan.column("length"))]
     memory = prepared.memory(device, num_packs=plan.num_packs)
     if not config.plan_only:
         refuse_small_memory(memory, config.batch_tokens, free)
     return Planned(
         tokenizer=prepared.tokenizer,
         chat=prepared.chat,
-        schema=prepared.schema,
+        schema=schema,
         plan=plan,
-        tokens=RowArrays(kept, order),
-        masks=RowArrays(kept, order, masks=True),
-        plan_fields=_plan_fields(config, plan, prepared.max_length),
+        tokens=tokens,
+        masks=masks,
+        checked=checked,
+        plan_fields=plan_fields(plan),
         memory=memory.sentence(free),
         journal=journal,
     )
 
 
-def _journal(config: ExtractConfig, prepared: Prepared) -> RowJournal:
+def _are_untouched(specs: Sequence[str], states: _DataStates) -> bool:
+    """Return whether files are still in the states in which they were before they were read."""
+    try:
+        return list(map(data_state, specs)) == states
+    except (BadInput, OSError):
+        # The rows are read, and the plan stands without a file that has gone since.
+        return False
+
+
+def _journal(blobs: Blobs, states: _DataStates, facts: Mapping[str, Any]) -> RowJournal:
     """Return where the rows' tokens are kept until the store has them.
 
     On this machine's disk, whatever storage the store is on: nothing is written there before its
     plan stands. Of each store one corpus is kept, by everything that makes tokens of rows.
     """
-    states = [rows.data_state(spec) for spec in config.data]
-    reader = prepared.reader
-    facts = {
-        "packages": [version(package) for package in _PACKAGES],
-        "modules": [inspect.getsource(module) for module in _MODULES],
-        "data": states,
-        "text": text_identity(reader.tokenizer, reader.options),
-        # Templates read them.
-        "special_tokens": reader.tokenizer.special_tokens_map,
-        "limits": [reader.vocab_size, reader.max_length, reader.drop_overlong],
-    }
-    blobs = blobs_at(config.out, config.storage_option)
     address = str(blobs.root.resolve()) if isinstance(blobs, LocalBlobs) else blobs.url
     if not all(states):
         # Nothing says whether rows in memory are the same the next time.
         return RowJournal(None)
-    return RowJournal(cache_folder() / "planning" / fingerprint(address) / fingerprint(facts))
+    name = fingerprint({**facts, "data": states})
+    return RowJournal(cache_folder() / "planning" / fingerprint(address) / name)
 
 
 def refuse_small_memory(memory: MemoryModel, batch_tokens: int, free: FreeMemory) -> None:
@@ -249,7 +269,7 @@ def _workers_here(config: ExtractConfig) -> int:
     return here
 
 
-def _plan_fields(config: ExtractConfig, plan: Plan, max_length: int) -> dict[str, Scalar]:
+def _plan_fields(config: ExtractConfig, plan: Plan, *, max_length: int) -> dict[str, Scalar]:
     content = "".join(plan.column("content_hash").tolist())
     return {
         "sources": ", ".join(Path(each).name for each in config.data),

@@ -1,8 +1,10 @@
 """Rows of the data as they lie in files or on the hub, each with its address for messages."""
 
 import gzip
+import hashlib
 import json
 from collections.abc import Iterator
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,8 @@ import pyarrow.parquet as pq
 from dflash_offline.common.errors import BadInput
 
 _ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".arrow")
+# What a thread reads of a large file, and at once.
+_PIECE_BYTES, _PART_BYTES = 64 << 20, 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +74,40 @@ def data_state(spec: str) -> list[tuple[str, int, int, int]]:
         files = [Path(each["filename"]) for each in _hub_data(spec).cache_files]
     else:
         files = _files(Path(spec).expanduser())
+    # A split of the hub may be any part of its files.
+    part = f"{spec} " if spec.startswith("hf:") else ""
     return [
-        (str(file.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+        (f"{part}{file.resolve()}", stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
         for file in files
         for stat in [file.stat()]
     ]
+
+
+def data_content(spec: str, pool: Executor) -> list[tuple[str, int, str]]:
+    """Return name, offset and SHA-256 of each piece of the files of a `--data` value.
+
+    Empty for a data set of the hub.
+
+    Raises:
+        BadInput: as `read_rows`.
+    """
+    if spec.startswith("hf:"):
+        return []
+    files = _files(Path(spec).expanduser())
+    pieces = [(f, at) for f in files for at in range(0, max(1, f.stat().st_size), _PIECE_BYTES)]
+    digests = pool.map(_piece_sha256, pieces)
+    return [(file.name, at, sha) for (file, at), sha in zip(pieces, digests, strict=True)]
+
+
+def _piece_sha256(piece: tuple[Path, int]) -> str:
+    file, offset = piece
+    digest, left = hashlib.sha256(), _PIECE_BYTES
+    with _readable(file), file.open("rb", buffering=0) as content:
+        content.seek(offset)
+        while left and (part := content.read(min(left, _PART_BYTES))):
+            digest.update(part)
+            left -= len(part)
+    return digest.hexdigest()
 
 
 def count_rows(spec: str) -> int:

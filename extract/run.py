@@ -114,7 +114,7 @@ def _lead_target(
 ) -> None:
     console = Console(stderr=True, highlight=False)
     # A plan alone may be made where the target's forward takes minutes.
-    checks = [] if config.plan_only else self_check(target, planned.schema.layers, planned.tokens)
+    checks = [] if config.plan_only else self_check(target, planned.schema.layers, planned.checked)
     report(checks)
     with (
         _open_store(config, planned, target) as store,

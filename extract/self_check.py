@@ -62,8 +62,8 @@ def self_check(
         layer's state; for the final state, the error of the log-probabilities that the head makes
         of it.
     """
-    samples = [sample[:MAX_TOKENS] for sample in samples]
-    chosen = [samples[at] for at in _spread([len(sample) for sample in samples])]
+    places = checked_samples(np.array([len(sample) for sample in samples]))
+    chosen = [samples[at][:MAX_TOKENS] for at in places]
     with StateForward(target, layers, keep_final=True) as forward:
         states = forward(chosen)
     assert states.final is not None
@@ -141,6 +141,11 @@ def _check(name: str, values: np.ndarray, bounds: dict[str, float]) -> Check:
     kind = name.split(" ")[-1]
     value = values.mean() if kind == "another" else np.quantile(values, _ROWS_WITHIN)
     return Check(name=name, value=float(value), bound=bounds[kind])
+
+
+def checked_samples(lengths: np.ndarray) -> list[int]:
+    """Return the places of the samples that `self_check` takes of many, int64 [samples]."""
+    return _spread(np.minimum(lengths, MAX_TOKENS))
 
 
 def _spread(lengths: Sequence[int]) -> list[int]:

@@ -5,6 +5,9 @@ library: one to ten exchanges, 740 tokens a row. The tokenizer is SmolLM2's (whe
 Every size is measured in a process of its own.
 
     python tests/benchmarks/bench_plan.py --rows 2000 --times 1 --times 4 --workers 1 --workers 2
+
+`--resume` takes the first exchange of each row, and measures how long `dflash-extract` of a planned
+store takes up to its first forward, SmolLM2 itself being the target.
 """
 
 import argparse
@@ -28,7 +31,10 @@ import transformers
 
 from dflash_offline.common.chat import ChatOptions
 from dflash_offline.common.target import load_tokenizer
+from dflash_offline.extract import planning
+from dflash_offline.extract.cli import main as extract_command
 from dflash_offline.extract.corpus import CorpusReader
+from dflash_offline.extract.forward import StateForward
 from dflash_offline.extract.plan import PlanOptions, make_plan
 
 # Looks back through the messages for the last question, and drops old reasoning, as Qwen3's does.
@@ -161,6 +167,45 @@ def measure(data: Path, *, workers: int, template: Path | None) -> dict[str, flo
     }
 
 
+def measure_resume(data: Path, *, knows_rows: bool) -> None:
+    """Be `dflash-extract` up to its first forward; prints the time and the samples of it."""
+
+    def end(_forward: StateForward, samples: list[np.ndarray]) -> None:
+        seconds = time.monotonic() - began
+        print(json.dumps({"s": seconds, "samples": [sample.tolist() for sample in samples]}))
+        raise SystemExit
+
+    StateForward.__call__ = end
+    if not knows_rows:
+        planning.stored_plan = lambda *_given, **_more: None
+    began = time.monotonic()
+    extract_command(store_arguments(data))
+
+
+def store_arguments(data: Path) -> list[str]:
+    """Return the arguments of `dflash-extract` for a store beside the data."""
+    return ["--target", str(tokenizer_file()), "--data", str(data), "--out", f"{data}.store"]
+
+
+def compare_resumes(data: Path, num_rows: int) -> None:
+    """Plan a store, and go on where its rows are read again and where they are known."""
+    with data.open("w") as file:
+        for row in conversations(num_rows):
+            file.write(json.dumps({**row, "conversations": row["conversations"][:2]}) + "\n")
+    extract_command.cli.main([*store_arguments(data), "--plan-only"], standalone_mode=False)
+    found = []
+    for more in ([], ["--knows-rows"]):
+        command = [sys.executable, __file__, "--measure", str(data), "--resume", *more]
+        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        found.append(json.loads(output.stdout))
+    again, known = found
+    assert again["samples"] == known["samples"]
+    print(
+        f"{num_rows:,} rows, {data.stat().st_size / 1e6:,.1f} MB: first forward of a resume after "
+        f"{again['s']:.1f} s where rows are read again, {known['s']:.1f} s where they are known"
+    )
+
+
 def check(data: Path) -> None:
     """Rows are the same with and without processes; raises where they are not."""
     tokenizer = load_tokenizer(tokenizer_file())
@@ -180,6 +225,8 @@ def main() -> None:
     parser.add_argument("--times", type=int, action="append", help="corpus sizes, in --rows")
     parser.add_argument("--workers", type=int, action="append")
     parser.add_argument("--thinking", action="store_true", help="a heavier chat template")
+    parser.add_argument("--resume", action="store_true", help="time up to the first forward")
+    parser.add_argument("--knows-rows", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--commit", default="")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -187,6 +234,8 @@ def main() -> None:
         template = Path(folder) / "template.jinja" if options.thinking else None
         if template is not None:
             template.write_text(THINKING)
+        if options.measure is not None and options.resume:
+            measure_resume(options.measure, knows_rows=options.knows_rows)
         if options.measure is not None:
             found = measure(options.measure, workers=options.workers[0], template=template)
             print(json.dumps(found))
@@ -196,6 +245,10 @@ def main() -> None:
             f"{transformers.__version__}, commit {options.commit}"
         )
         data = Path(folder) / "rows.jsonl"
+        if options.resume:
+            os.environ["XDG_CACHE_HOME"] = folder
+            compare_resumes(data, options.rows)
+            return
         for times in options.times or [1, 4]:
             with data.open("w") as file:
                 for row in conversations(times * options.rows):
