@@ -8,7 +8,7 @@ Letters: T tokens, K captured layers, H hidden, V vocabulary, N decoder layers.
 import functools
 import inspect
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +28,7 @@ from transformers import (
 from dflash_offline.common.checkpoint_files import Checkpoint, find_checkpoint, sampled_digest
 from dflash_offline.common.errors import BadInput
 from dflash_offline.common.gguf_header import gguf_header_parsed_once
-from dflash_offline.common.weights import gathered, load_causal, own_part
+from dflash_offline.common.weights import gathered, load_causal, load_without_layers, own_part
 
 _NORM_NAMES = ("norm", "final_layernorm", "final_norm", "ln_f", "norm_f")
 _LAYERS_NAMES = ("layers", "h", "blocks")
@@ -179,6 +179,7 @@ def load_target(
     trust_remote_code: bool = False,
     attention: str | None = None,
     tensor_parallel: int = 1,
+    layers: bool = True,
 ) -> Target:
     """Load a target in evaluation mode, without gradients.
 
@@ -193,6 +194,8 @@ def load_target(
         attention: transformers' `attn_implementation`; its own choice when None.
         tensor_parallel: processes that share the target, all those of torch.distributed's default
             group; each of them loads its part, then all take part in every forward.
+        layers: whether the decoder layers' weights are read. Without, on the CPU, the target has
+            embedding, head and final norm to be saved, but no forward.
 
     Raises:
         BadInput: no checkpoint there, or one that cannot serve as a target.
@@ -203,8 +206,11 @@ def load_target(
         from transformers.distributed import DistributedConfig
 
         extra["distributed_config"] = DistributedConfig(tp_plan="auto", tp_size=tensor_parallel)
+    load: Callable[..., PreTrainedModel] = load_causal
+    if not layers:
+        load = functools.partial(load_without_layers, layers_of=_decoder_layers)
     with _refusing(checkpoint, "weights"):
-        causal = load_causal(checkpoint, _full_config(checkpoint), dtype=dtype, **extra)
+        causal = load(checkpoint, _full_config(checkpoint), dtype=dtype, **extra)
     causal.eval().requires_grad_(False)
     _drop_other_modalities(causal)
     if dtype == torch.float32:
@@ -250,6 +256,12 @@ def _describe(
             f"--target {checkpoint.given} has a bias on its lm_head, which drafters cannot share; "
             "use a target without"
         )
+    if (layers := _decoder_layers(causal)) is None:
+        raise BadInput(
+            f"--target {checkpoint.given} is a {type(base).__name__} without a list of "
+            f"{config.num_hidden_layers} decoder layers called {', '.join(_LAYERS_NAMES)}; use a "
+            "decoder-only target"
+        )
     embed_tokens = base.get_input_embeddings()
     tied = own_part(lm_head.weight).data_ptr() == own_part(embed_tokens.weight).data_ptr()
     whole: Mapping[str, torch.Tensor] = {}
@@ -257,7 +269,8 @@ def _describe(
         parts = {"embed": embed_tokens.weight} | ({} if tied else {"head": lm_head.weight})
         whole = gathered(parts, device if head else torch.device("cpu"))
     else:
-        base.to(device)
+        if device.type != "cpu":  # where layers may be that have no weights
+            base.to(device)
         if head or tied:
             lm_head.to(device)
     return Target(
@@ -265,7 +278,7 @@ def _describe(
         base=base,
         causal=causal,
         config=config,
-        layers=_decoder_layers(base, config.num_hidden_layers, checkpoint),
+        layers=layers,
         embed_tokens=embed_tokens,
         final_norm=_final_norm(base, checkpoint),
         generation_config=causal.generation_config or GenerationConfig.from_model_config(config),
@@ -311,15 +324,13 @@ def _drop_other_modalities(causal: PreTrainedModel) -> None:
             module.to("meta")
 
 
-def _decoder_layers(base: nn.Module, count: int, checkpoint: Checkpoint) -> nn.ModuleList:
+def _decoder_layers(causal: PreTrainedModel) -> nn.ModuleList | None:
+    base, config = causal.get_decoder(), causal.config.get_text_config(decoder=True)
     for name in _LAYERS_NAMES:
         layers = dict(base.named_children()).get(name)
-        if isinstance(layers, nn.ModuleList) and len(layers) == count:
+        if isinstance(layers, nn.ModuleList) and len(layers) == config.num_hidden_layers:
             return layers
-    raise BadInput(
-        f"--target {checkpoint.given} is a {type(base).__name__} without a list of {count} decoder "
-        f"layers called {', '.join(_LAYERS_NAMES)}; use a decoder-only target"
-    )
+    return None
 
 
 def _final_norm(base: nn.Module, checkpoint: Checkpoint) -> nn.Module:

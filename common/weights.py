@@ -1,12 +1,14 @@
 """A checkpoint as a causal language model: safetensors by transformers, GGUF dequantised."""
 
 import io
+import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -40,6 +42,68 @@ def load_causal(
         return AutoModelForCausalLM.from_pretrained(
             checkpoint.where, config=config, dtype=dtype, **checkpoint.load_arguments(), **extra
         )
+
+
+def load_without_layers(
+    checkpoint: Checkpoint,
+    config: PreTrainedConfig,
+    *,
+    dtype: torch.dtype,
+    layers_of: Callable[[PreTrainedModel], nn.ModuleList | None],
+    **extra: Any,
+) -> PreTrainedModel:
+    """Load a checkpoint into host memory, but its decoder layers onto the meta device.
+
+    Their weights are not read: where transformers converts them, as it does experts and other
+    dtypes, they would all be copied into memory. Loaded whole are a GGUF file, which is
+    dequantised, a checkpoint whose own code may run, and layers that share weights.
+
+    Args:
+        checkpoint: where it lies.
+        config: its whole configuration.
+        dtype: of the weights.
+        layers_of: returns the decoder layers of a model; a model that has none is loaded whole.
+        extra: further arguments of `from_pretrained`.
+
+    Raises:
+        OSError, ValueError, KeyError: as transformers raises them.
+    """
+    if checkpoint.gguf_file or checkpoint.trust_remote_code:
+        return load_causal(checkpoint, config, dtype=dtype, **extra)
+    with torch.device("meta"):
+        empty: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if (layers := layers_of(empty)) is None:
+        return load_causal(checkpoint, config, dtype=dtype, **extra)
+    name = next(name for name, module in empty.named_modules() if module is layers)
+    if any(key.startswith(f"{name}.") for key in empty.all_tied_weights_keys):
+        return load_causal(checkpoint, config, dtype=dtype, **extra)
+    source = {"config": empty.config, "dtype": dtype, **checkpoint.load_arguments(), **extra}
+    with _bars_only_on_terminals():
+        causal = _class_without(type(empty), name).from_pretrained(checkpoint.where, **source)
+    causal.set_submodule(name, layers)
+    return causal
+
+
+def _class_without(model_class: type[PreTrainedModel], name: str) -> type[PreTrainedModel]:
+    """Return a class of models whose modules called `name` are none, so that no weight is theirs.
+
+    `from_pretrained(device_map=...)` could leave them on the meta device, but wants accelerate,
+    which moves the other weights too.
+    """
+
+    def build(self: PreTrainedModel, config: PreTrainedConfig) -> None:
+        model_class.__init__(self, config)
+        self.set_submodule(name, nn.ModuleList())
+
+    ignored = rf"(^|\.){re.escape(name.rpartition('.')[2])}\.\d+\."
+    known = model_class._keys_to_ignore_on_load_unexpected or ()
+    # transformers looks conversions of weights up by the class's name, its code by the module's.
+    members = {
+        "__init__": build,
+        "__module__": model_class.__module__,
+        "_keys_to_ignore_on_load_unexpected": [*known, ignored],
+    }
+    return type(model_class.__name__, (model_class,), members)
 
 
 def _load_gguf(

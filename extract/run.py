@@ -188,6 +188,7 @@ def _load(
         head=config.teacher.startswith("topk"),
         trust_remote_code=config.trust_remote_code,
         tensor_parallel=size,
+        layers=not config.plan_only,
     )
     refuse_slow(target, allow_slow_path=config.allow_slow_path)
     use_fast_convolution(target)

@@ -2,11 +2,13 @@
 
 import importlib.util
 import os
+import re
 from pathlib import Path
 
 import gguf
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     CohereConfig,
     Gemma3Config,
@@ -19,6 +21,7 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    ZambaConfig,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.siglip import SiglipVisionConfig
@@ -158,7 +161,7 @@ def test_products_of_an_fp32_target_are_not_rounded(dtype, before, after, tmp_pa
     assert os.environ.get("TRITON_F32_DEFAULT") == after
 
 
-def test_text_part_of_a_multimodal_checkpoint(tmp_path: Path):
+def save_multimodal(folder: Path) -> Path:
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
     config = Gemma3Config(
@@ -167,8 +170,12 @@ def test_text_part_of_a_multimodal_checkpoint(tmp_path: Path):
         mm_tokens_per_image=4,
     )
     torch.manual_seed(0)
-    Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
-    target = load(tmp_path)
+    Gemma3ForConditionalGeneration(config).save_pretrained(folder, max_shard_size="20KB")
+    return folder
+
+
+def test_text_part_of_a_multimodal_checkpoint(tmp_path: Path):
+    target = load(save_multimodal(tmp_path))
     assert (
         target.num_layers == load_config(tmp_path).num_hidden_layers == SMALL["num_hidden_layers"]
     )
@@ -179,6 +186,49 @@ def test_text_part_of_a_multimodal_checkpoint(tmp_path: Path):
     with torch.inference_mode():
         final = target.base(input_ids=ids, use_cache=False).last_hidden_state
         torch.testing.assert_close(target.head_logits(final[0]), target.own_logits(ids)[0])
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "multimodal"])
+def test_layers_that_are_not_read(family: str, tmp_path: Path):
+    """What is saved of a target is the same where the files hold nothing of its layers."""
+    if family == "multimodal":
+        save_multimodal(tmp_path)
+    else:
+        save_model(FAMILIES[family], tmp_path)
+    given = {"dtype": torch.bfloat16, "device": "cpu", "head": False}
+    whole = load_target(tmp_path, **given)
+    for path in tmp_path.glob("*.safetensors"):
+        held = load_file(path)
+        for name in held:
+            if re.search(r"(?<!encoder)\.layers\.", name):
+                held[name] = torch.empty(0)
+        save_file(held, path, {"format": "pt"})
+    with pytest.raises(RuntimeError, match="size"):
+        load_target(tmp_path, **given)
+    bare = load_target(tmp_path, **given, layers=False)
+    assert bare.num_layers == whole.num_layers
+    assert all(weight.is_meta for weight in bare.layers.parameters())
+    assert bare.config.to_dict() == whole.config.to_dict()
+    assert bare.tied == whole.tied
+    weights = [
+        (each.embed_weight(), each.head_weight(), each.final_norm.weight) for each in (bare, whole)
+    ]
+    for one, other in zip(*weights, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("why", ["shared weights", "remote code"])
+def test_layers_that_must_be_read(why: str, tmp_path: Path):
+    config, given = FAMILIES["qwen3"], {"trust_remote_code": True}
+    if why == "shared weights":
+        few = {"mamba_d_state": 8, "n_mamba_heads": 2, "num_key_value_heads": 4}
+        config, given = ZambaConfig(**SMALL | few | {"num_hidden_layers": 12}), {}
+    save_model(config, tmp_path)
+    target = load_target(
+        tmp_path, dtype=torch.float32, device="cpu", head=False, layers=False, **given
+    )
+    assert not any(weight.is_meta for weight in target.layers.parameters())
 
 
 def test_weight_digest(tmp_path: Path):
@@ -268,3 +318,5 @@ def test_gguf_file(tmp_path, monkeypatch):
     for _ in range(8):
         ids.append(int(target.own_logits(torch.tensor([ids]))[0, -1].argmax()))
     assert "Paris" in tokenizer.decode(ids[-8:])
+    planned = load_target(path, dtype=torch.float32, device="cpu", head=False, layers=False)
+    assert not any(weight.is_meta for weight in planned.layers.parameters())

@@ -176,6 +176,38 @@ def test_plan_only_then_states(make_target, write_corpus, run, tmp_path):
     assert open_cache(str(tmp_path / "s")).is_complete
 
 
+@pytest.mark.parametrize(
+    "family", ["qwen3", "llama", "gemma3", "qwen3-moe", "gpt-oss", "qwen3.5-hybrid"]
+)
+def test_plan_only_writes_what_a_run_does(
+    family, make_target, write_corpus, run, tmp_path, monkeypatch
+):
+    loaded = []
+    monkeypatch.setattr(
+        run_module,
+        "load_target",
+        lambda *args, **options: loaded.append(load_target(*args, **options)) or loaded[-1],
+    )
+    # They are written down, and are not the same.
+    monkeypatch.setattr(run_module, "config_as_dict", lambda config: {})
+    args = ("--target", make_target(family), "--data", write_corpus(5), *SMALL)
+    assert run(extract_command, *args, "--out", tmp_path / "plan", "--plan-only") == 0
+    assert run(extract_command, *args, "--out", tmp_path / "whole") == 0
+    read = [{not weight.is_meta for weight in target.layers.parameters()} for target in loaded]
+    assert read == [{False}, {True}]
+    planned, whole = (
+        {
+            str(path.relative_to(tmp_path / name)): path.read_bytes()
+            for path in (tmp_path / name).rglob("*")
+            if path.is_file() and path.name not in (".owner", "extract.jsonl")
+        }
+        for name in ("plan", "whole")
+    )
+    parts = ("manifest.json", "target/", "plan/", "tokens/", "loss_mask/")
+    assert {name for name in whole if name.startswith(parts)} <= planned.keys()
+    assert {name for name in planned if planned[name] != whole[name]} == set()
+
+
 def test_append_adds_data(make_target, write_corpus, run, tmp_path):
     folder = make_target("qwen3")
     args = ("--target", folder, "--out", tmp_path / "s", *SMALL)
