@@ -336,11 +336,11 @@ def _decoder_layers(causal: PreTrainedModel) -> nn.ModuleList | None:
 def _final_norm(base: nn.Module, checkpoint: Checkpoint) -> nn.Module:
     children = dict(base.named_children())
     for name in _NORM_NAMES:
-        if name in children:
+        if isinstance(getattr(children.get(name), "weight", None), nn.Parameter):
             return children[name]
     raise BadInput(
         f"--target {checkpoint.given} is a {type(base).__name__} without a final norm called "
-        f"{', '.join(_NORM_NAMES)}; use a decoder-only target"
+        f"{', '.join(_NORM_NAMES)} that has a weight; use another decoder-only target"
     )
 
 

@@ -34,13 +34,16 @@ def load_causal(
         extra: further arguments of `from_pretrained`.
 
     Raises:
-        OSError, ValueError, KeyError: as transformers raises them.
+        OSError, ValueError, KeyError: as transformers raises them, or a weight is missing.
     """
     with _bars_only_on_terminals():
         if checkpoint.gguf_file:
             return _load_gguf(checkpoint, config, dtype=dtype, **extra)
-        return AutoModelForCausalLM.from_pretrained(
-            checkpoint.where, config=config, dtype=dtype, **checkpoint.load_arguments(), **extra
+        source = {"config": config, "dtype": dtype, **checkpoint.load_arguments(), **extra}
+        return _complete(
+            *AutoModelForCausalLM.from_pretrained(
+                checkpoint.where, output_loading_info=True, **source
+            )
         )
 
 
@@ -79,7 +82,11 @@ def load_without_layers(
         return load_causal(checkpoint, config, dtype=dtype, **extra)
     source = {"config": empty.config, "dtype": dtype, **checkpoint.load_arguments(), **extra}
     with _bars_only_on_terminals():
-        causal = _class_without(type(empty), name).from_pretrained(checkpoint.where, **source)
+        causal = _complete(
+            *_class_without(type(empty), name).from_pretrained(
+                checkpoint.where, output_loading_info=True, **source
+            )
+        )
     causal.set_submodule(name, layers)
     return causal
 
@@ -116,9 +123,30 @@ def _load_gguf(
         names = model_class(config)
     path = str(checkpoint.folder() / checkpoint.gguf_file)
     tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=names)["tensors"]
-    return model_class.from_pretrained(
-        None, config=config, state_dict=tensors, dtype=dtype, **extra
+    return _complete(
+        *model_class.from_pretrained(
+            None,
+            config=config,
+            state_dict=tensors,
+            dtype=dtype,
+            output_loading_info=True,
+            **extra,
+        )
     )
+
+
+def _complete(causal: PreTrainedModel, loading: Mapping[str, Any]) -> PreTrainedModel:
+    """Return a model none of whose text weights is random; transformers would only report it.
+
+    Raises:
+        ValueError: weights of the decoder or of the head were not in the checkpoint.
+    """
+    names = {id(module): name for name, module in causal.named_modules()}
+    parts = (causal.get_decoder(), causal.get_output_embeddings())
+    read = tuple(f"{names[id(part)]}." for part in parts if part is not None)
+    if missing := sorted(name for name in loading["missing_keys"] if name.startswith(read)):
+        raise ValueError(f"{len(missing)} missing, which would be random, such as {missing[0]}")
+    return causal
 
 
 def own_part(weight: torch.Tensor) -> torch.Tensor:

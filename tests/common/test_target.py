@@ -17,6 +17,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
+    OlmoConfig,
     PreTrainedConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -293,6 +294,29 @@ def test_missing_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             load(tmp_path / given)
     with pytest.raises(BadInput, match="--target no-one/no-model .*cannot be reached"):
         load_target("no-one/no-model", dtype=torch.float32, device="cpu", head=False)
+
+
+@pytest.mark.parametrize(
+    "name", ["lm_head.weight", "model.norm.weight", "model.layers.2.mlp.up_proj.weight"]
+)
+def test_weights_that_would_be_random(name: str, tmp_path: Path):
+    folder = save_model(FAMILIES["qwen3"], tmp_path)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(BadInput, match=f"--target .*1 missing, which would be random.*{name}"):
+        load(folder)
+    if "layers" not in name:
+        with pytest.raises(BadInput, match=name):
+            load_target(folder, dtype=torch.float32, device="cpu", head=False, layers=False)
+
+
+def test_final_norm_without_a_weight(tmp_path: Path):
+    shape = {key: value for key, value in SMALL.items() if key != "head_dim"}
+    folder = save_model(OlmoConfig(**shape), tmp_path)
+    with pytest.raises(BadInput, match="OlmoModel without a final norm .* that has a weight"):
+        load(folder)
 
 
 @pytest.mark.slow
