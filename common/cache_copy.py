@@ -239,7 +239,7 @@ def _changed_identity(cache: Cache, schema: Schema, where: str | None) -> Identi
     return Identity(
         target={**old.target, "layers": layers},
         store={**old.store, "codec": schema.codec},
-        plan={**old.plan, "where": where},
+        plan=old.plan if where is None else {**old.plan, "where": where},
     )
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from dflash_offline.common import records
+from dflash_offline.common.cache import open_cache
 from dflash_offline.common.cache_cli import main as cache_command
 from dflash_offline.common.chat import ChatOptions
 from dflash_offline.common.store_writer import Store
@@ -298,3 +299,13 @@ def test_parts_of_a_hub_data_set_are_told_apart(monkeypatch, write_corpus):
     monkeypatch.setattr(rows, "_hub_data", lambda _spec: data)
     first, last = (rows.data_state(f"hf:a/b::train[{part}]") for part in (":10%", "90%:"))
     assert first == rows.data_state("hf:a/b::train[:10%]") != last
+
+
+def test_a_copy_in_another_codec_has_the_plan(extract, run, store, tmp_path, capsys):
+    """It is resumed, not appended to."""
+    assert extract()[0] == 0
+    assert run(cache_command, "copy", store, tmp_path / "copy", "--codec", "lossless") == 0
+    before = content(tmp_path / "copy")
+    assert extract("--codec", "lossless", out="copy")[0] == 0
+    assert content(tmp_path / "copy") == before
+    assert len(open_cache(str(tmp_path / "copy")).samples) == COUNT
