@@ -1,5 +1,6 @@
 """Rows through processes: in order, in bounded memory, errors in place, nothing left behind."""
 
+import importlib
 import os
 import signal
 import subprocess
@@ -62,28 +63,46 @@ def test_lost_process_stops_the_run():
         list(map_rows(os._exit, [7] * 1000, num_workers=2))
 
 
+MEETING = """
+import os, time
+from pathlib import Path
+
 class Meeting:
-    """Adds one; can be unpickled only where as many processes do so at once."""
+    '''Waits, when it is unpickled, for as many processes that do so; notes where they are late.'''
 
-    def __init__(self, folder: Path, size: int) -> None:
-        self._folder, self._size = folder, size
+    def __init__(self, folder, size):
+        self.folder, self.size = folder, size
 
-    def __call__(self, row: int) -> int:
-        return row + 1
-
-    def __setstate__(self, state: dict) -> None:
+    def __setstate__(self, state):
         vars(self).update(state)
-        (self._folder / str(os.getpid())).touch()
-        until = time.monotonic() + DEADLINE_S
-        while len(list(self._folder.iterdir())) < self._size:
-            assert time.monotonic() < until, "processes start one after another"
+        Path(self.folder, str(os.getpid())).touch()
+        until = time.monotonic() + {deadline}
+        while len(os.listdir(self.folder)) < self.size:
+            if time.monotonic() > until:
+                Path(self.folder).with_name("late").touch()
+                break
             time.sleep(0.01)
 
+class Function:
+    '''Adds one; as large as a tokenizer, behind what takes its time.'''
 
-def test_processes_start_side_by_side(tmp_path: Path):
+    def __init__(self, *given):
+        self.meeting, self.tables = Meeting(*given), bytes(1 << 20)
+
+    def __call__(self, row):
+        return row + 1
+"""
+
+
+def test_processes_start_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """What a function needs takes seconds to import, and there may be a hundred cores."""
-    found = map_rows(Meeting(tmp_path, 3), range(300), num_workers=3)
-    assert list(found) == list(range(1, 301))
+    # Of a module of its own: processes need not find this one.
+    (tmp_path / "meeting_of_rows.py").write_text(MEETING.format(deadline=DEADLINE_S))
+    (tmp_path / "met").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    function = importlib.import_module("meeting_of_rows").Function(tmp_path / "met", 3)
+    assert list(map_rows(function, range(300), num_workers=3)) == list(range(1, 301))
+    assert not (tmp_path / "late").exists(), "processes start one after another"
 
 
 LAUNCHER = """
