@@ -113,11 +113,11 @@ def _copy(
 
 
 @gluon.jit
-def _own_scores(
-    s, part: gl.constexpr, chunk, count, R: gl.constexpr, B: gl.constexpr, SLOTS: gl.constexpr,
+def _sees_own(
+    part: gl.constexpr, chunk, count, R: gl.constexpr, B: gl.constexpr, SLOTS: gl.constexpr,
     WINDOW: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_C: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Mask scores of own blocks."""
+    """Say which of the group's own slots each row sees."""
     row = part * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, LAYOUT))
     slot_n = chunk * SLOTS + row // R
     slot_c = gl.arange(0, BLOCK_C, layout=gl.SliceLayout(0, LAYOUT))
@@ -129,7 +129,7 @@ def _own_scores(
         mask = mask & (distance >= 0)
     if WINDOW > 0:
         mask = mask & (distance < WINDOW)
-    return gl.where(mask, s, float("-inf"))
+    return mask
 
 
 @gluon.jit
@@ -210,7 +210,8 @@ def _attend(
             q, k_smem.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
         )
         s_own = hopper.warpgroup_mma_wait(1, deps=[next_own])
-        s_own = _own_scores(s_own, part, chunk, count, R, B, SLOTS, WINDOW, CAUSAL, BLOCK_C, OWN)
+        seen = _sees_own(part, chunk, count, R, B, SLOTS, WINDOW, CAUSAL, BLOCK_C, OWN)
+        s_own = gl.where(seen, s_own, float("-inf"))
         m_own = gl.maximum(gl.max(s_own, 1) * scale_log2, -1e30)
         p_own = gl.exp2(s_own * scale_log2 - m_own[:, None])
         total = gl.convert_layout(gl.sum(p_own, 1), gl.SliceLayout(1, S))

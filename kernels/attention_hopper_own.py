@@ -7,7 +7,7 @@ Letters: R = Hq / Hkv, B block size, D head dimension.
 
 from __future__ import annotations
 
-from dflash_offline.kernels.attention_hopper import PART
+from dflash_offline.kernels.attention_hopper import PART, _sees_own
 from dflash_offline.kernels.optional_triton import gl, gluon, hopper
 
 
@@ -28,17 +28,8 @@ def _own_gradients(
     LAYOUT: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """Return p and ds of own blocks, zero where nothing is seen."""
-    row = part * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, LAYOUT))
-    slot_n = row // R
-    slot_c = gl.arange(0, BLOCK_C, layout=gl.SliceLayout(0, LAYOUT))
-    distance = slot_n[:, None] - slot_c[None, :]
-    mask = (slot_n // B)[:, None] == (slot_c // B)[None, :]
-    mask = mask & ((row < SLOTS * R) & (slot_n < count * B))[:, None]
-    mask = mask & (slot_c < count * B)[None, :]
-    if CAUSAL:
-        mask = mask & (distance >= 0)
-    if WINDOW > 0:
-        mask = mask & (distance < WINDOW)
+    # A group of the dQ kernel fits a tile, so it is not cut into chunks.
+    mask = _sees_own(part, 0, count, R, B, SLOTS, WINDOW, CAUSAL, BLOCK_C, LAYOUT)
     lse = gl.convert_layout(lse, gl.SliceLayout(1, LAYOUT))
     delta = gl.convert_layout(delta, gl.SliceLayout(1, LAYOUT))
     p = gl.where(mask, gl.exp2(s * scale_log2 - lse[:, None]), 0.0)
