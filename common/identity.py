@@ -4,7 +4,7 @@
 samples stand where. Resume needs all three to agree, an append target and store, a mix target only.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -40,6 +40,11 @@ class Identity:
         return cls(**data)
 
 
+def differing(a: Mapping[str, Scalar], b: Mapping[str, Scalar]) -> list[str]:
+    """Return the names of fields that differ; one without a value is as if it were not there."""
+    return [name for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name)]
+
+
 def compare(stored: Identity, given: Identity, *, kinds: Iterable[str], where: str) -> None:
     """Refuse a difference in the fields of `kinds`.
 
@@ -50,8 +55,7 @@ def compare(stored: Identity, given: Identity, *, kinds: Iterable[str], where: s
         a, b = getattr(stored, kind), getattr(given, kind)
         different = [
             f"{name} is {_show(b.get(name))} but {where} has {_show(a.get(name))}"
-            for name in sorted(a.keys() | b.keys())
-            if a.get(name) != b.get(name)
+            for name in differing(a, b)
         ]
         if different:
             raise BadInput(f"{'; '.join(different)}: {_REMEDY[kind]}")

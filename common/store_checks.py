@@ -7,7 +7,7 @@ from typing import Any
 from dflash_offline.common import records
 from dflash_offline.common.blobs import Blobs, is_temporary
 from dflash_offline.common.errors import BadInput, DamagedStore
-from dflash_offline.common.identity import APPEND, RESUME, Identity, compare
+from dflash_offline.common.identity import APPEND, RESUME, Identity, compare, differing
 from dflash_offline.common.lease import is_owner_key
 from dflash_offline.common.store import (
     COMMIT,
@@ -48,7 +48,7 @@ def has_plan(blobs: Blobs, identity: Identity, *, append: bool) -> bool:
         return False
     where = f"the store at {blobs.url}"
     compare(header.identity, identity, kinds=APPEND, where=where)
-    if _given(identity.plan) in map(_given, _plan_identities(blobs)):
+    if not all(differing(plan, identity.plan) for plan in _plan_identities(blobs)):
         return True
     if not append:
         compare(header.identity, identity, kinds=RESUME, where=where)
@@ -60,11 +60,6 @@ def _plan_identities(blobs: Blobs) -> list[dict[str, Any]]:
     stated = stated_digests(blobs)
     keys = [f"{PLAN}/{n}/{records.PLAN_FILES[2]}" for n in range(count_plans(blobs))]
     return [records.unseal(read_fixed(blobs, key, stated), key)["identity"] for key in keys]
-
-
-def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out fields without a value, as `compare` does."""
-    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _is_beside_a_store(key: str) -> bool:
