@@ -1,6 +1,6 @@
 """Plans of samples with random tokens, of given lengths, as `dflash-extract` would make them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -14,7 +14,25 @@ def make_plan(
     lengths: Sequence[int], *, unit_packs: int, batch_tokens: int, vocab: int
 ) -> tuple[Plan, list[np.ndarray]]:
     packs, starts, num_packs = cut_packs(np.array(lengths), PACK_TOKENS)
-    samples = [
+    batches = make_batches(
+        np.array(lengths), packs, unit_packs=unit_packs, batch_tokens=batch_tokens
+    )
+    plan = Plan(
+        samples=random_samples(lengths, packs, starts),
+        batches=batches,
+        num_packs=num_packs,
+        num_held_out_packs=0,
+        unit_packs=unit_packs,
+    )
+    rng = np.random.default_rng(0)
+    return plan, [rng.integers(0, vocab, n).astype(np.int32) for n in lengths]
+
+
+def random_samples(
+    lengths: Iterable[int], packs: Iterable[int], starts: Iterable[int]
+) -> list[Sample]:
+    """Return samples of these lengths in these places, every token supervised."""
+    return [
         Sample(
             id=f"random:{i}",
             source="random",
@@ -28,18 +46,6 @@ def make_plan(
         )
         for i, (length, pack, start) in enumerate(zip(lengths, packs, starts, strict=True))
     ]
-    batches = make_batches(
-        np.array(lengths), packs, unit_packs=unit_packs, batch_tokens=batch_tokens
-    )
-    plan = Plan(
-        samples=samples,
-        batches=batches,
-        num_packs=num_packs,
-        num_held_out_packs=0,
-        unit_packs=unit_packs,
-    )
-    rng = np.random.default_rng(0)
-    return plan, [rng.integers(0, vocab, n).astype(np.int32) for n in lengths]
 
 
 def real_lengths(num_packs: int) -> list[int]:

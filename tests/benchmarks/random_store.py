@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from random_plans import random_samples
 from safetensors.numpy import save
 from step_shapes import DEVICE, LAYERS
 
@@ -18,7 +19,7 @@ from dflash_offline.common.calibration import CalibrationRows
 from dflash_offline.common.identity import Identity
 from dflash_offline.common.pack_arrays import as_bfloat16
 from dflash_offline.common.quantize import EncodedStates, encode_states
-from dflash_offline.common.store import LossMask, Plan, Sample, Schema
+from dflash_offline.common.store import LossMask, Plan, Schema
 from dflash_offline.common.store_writer import Store
 
 _KINDS, _WRITERS = 3, 8
@@ -87,21 +88,11 @@ def drop_from_page_cache(folder: Path) -> None:
 
 def _plan(wanted: RandomPacks) -> Plan:
     per_pack = wanted.documents_of_a_pack
+    packs, places = np.divmod(np.arange(per_pack * wanted.packs), per_pack)
     return Plan(
-        samples=[
-            Sample(
-                id=f"random:{i}",
-                source="random",
-                licence="",
-                content_hash=str(i),
-                length=wanted.document,
-                supervised=wanted.document,
-                pack=i // per_pack,
-                start=i % per_pack * wanted.document,
-                held_out=False,
-            )
-            for i in range(per_pack * wanted.packs)
-        ],
+        samples=random_samples(
+            np.full(len(packs), wanted.document), packs, places * wanted.document
+        ),
         batches=[[list(range(p * per_pack, (p + 1) * per_pack))] for p in range(wanted.packs)],
         num_packs=wanted.packs,
         num_held_out_packs=0,
