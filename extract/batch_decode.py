@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from dflash_offline.common.growing_keys import growing_keys
 from dflash_offline.common.target import Target
+from dflash_offline.common.unplanned_attention import unplanned_attention
 from dflash_offline.extract.roomy_cache import roomy_cache
 
 # Below this share of rows still running, the ended ones are taken out of the cache.
@@ -41,7 +41,7 @@ class Decoded:
 
 
 @torch.inference_mode()
-@growing_keys()
+@unplanned_attention()
 def decode_batch(
     target: Target,
     prompts: Sequence[Sequence[int]],

@@ -6,7 +6,8 @@ layer. Letters: K captured layers, S slots (the K layers, then the final state i
 R rows (the samples' tokens, one after the other), T padded tokens of a sample, H hidden.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import Tensor
 from dflash_offline.common.capture import Capture
 from dflash_offline.common.pack_arrays import bits_of
 from dflash_offline.common.target import Target
+from dflash_offline.common.unplanned_attention import unplanned_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +39,28 @@ class StateForward:
     """The target's decoder with hooks on the chosen layers; makes no logits.
 
     Use as a context manager.
+
+    Args:
+        layers: whose outputs to keep.
+        keep_final: the state after the final norm too.
+        frequent_shapes: (batch, T) that come so often that attention may be planned for them.
     """
 
-    def __init__(self, target: Target, layers: tuple[int, ...], *, keep_final: bool) -> None:
+    def __init__(
+        self,
+        target: Target,
+        layers: tuple[int, ...],
+        *,
+        keep_final: bool,
+        frequent_shapes: Collection[tuple[int, int]] = (),
+    ) -> None:
         self.device = target.device
         self.shared_by = target.shared_by
         self._target = target
         self._capture = Capture(target, layers, keep=self._keep)
         self._num_layers = len(layers)
         self._num_slots = len(layers) + keep_final
+        self._frequent_shapes = frozenset(frequent_shapes)
         self._out = torch.empty(0)
         self._row_of = torch.empty(0, dtype=torch.long)
 
@@ -78,7 +93,10 @@ class StateForward:
         """
         ids, row_of = _right_padded(samples)
         self._out, self._row_of = out, self._to_device(row_of)
-        final = self._target.base(input_ids=self._to_device(ids), use_cache=False).last_hidden_state
+        is_frequent = tuple(ids.shape) in self._frequent_shapes
+        with nullcontext() if is_frequent else unplanned_attention():
+            result = self._target.base(input_ids=self._to_device(ids), use_cache=False)
+        final = result.last_hidden_state
         slots = self._capture.take()
         if self.has_final:
             slots.append(self._keep(self._num_layers, final))

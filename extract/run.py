@@ -32,6 +32,7 @@ from dflash_offline.extract.forward import StateForward
 from dflash_offline.extract.memory_model import free_device_bytes
 from dflash_offline.extract.pipeline import num_writers
 from dflash_offline.extract.place import Place, place_in
+from dflash_offline.extract.plan import frequent_shapes
 from dflash_offline.extract.planning import Planned, plan_extraction, plan_sentence
 from dflash_offline.extract.run_log import log_checks, run_log
 from dflash_offline.extract.self_check import report, self_check, stored_check
@@ -219,7 +220,12 @@ def _worker(
 
 def _forward(store: Store, target: Target) -> StateForward:
     # Best tokens are made of the final state, which is not stored then.
-    return StateForward(target, store.schema.layers, keep_final=store.schema.teacher != "none")
+    return StateForward(
+        target,
+        store.schema.layers,
+        keep_final=store.schema.teacher != "none",
+        frequent_shapes=frequent_shapes(store.plan),
+    )
 
 
 def _open_store(config: ExtractConfig, planned: Planned, target: Target) -> Store:

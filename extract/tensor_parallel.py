@@ -7,7 +7,7 @@ others run the same forward and drop the result.
 
 import importlib.util
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig
 from dflash_offline.common.device_memory import first_line, has_run_out
 from dflash_offline.common.errors import BadInput, Stopped
 from dflash_offline.common.target import Target
+from dflash_offline.common.unplanned_attention import unplanned_attention
 from dflash_offline.extract.place import Place
 from dflash_offline.extract.stop_request import StopRequest
 
@@ -114,7 +115,7 @@ class TensorGroup:
             for handle in handles:
                 handle.remove()
             with suppress(RuntimeError):  # of others that are gone
-                dist.broadcast(torch.tensor([_END, 0, 0]), 0)
+                dist.broadcast(torch.tensor([_END, 0, 0, 0]), 0)
 
     def follow(self, target: Target) -> None:
         """Take part in the leader's forwards until it ends.
@@ -127,17 +128,18 @@ class TensorGroup:
 
     @torch.inference_mode()
     def _follow(self, target: Target) -> None:
-        call = torch.empty(3, dtype=torch.int64)
+        call = torch.empty(4, dtype=torch.int64)
         while True:
             dist.broadcast(call, 0)
-            kind, batch, tokens = call.tolist()
+            kind, batch, tokens, is_planned = call.tolist()
             if kind == _END:
                 return
             ids = torch.empty(batch, tokens, dtype=torch.int64, device=self._device)
             dist.broadcast(ids, 0)
             module = target.base if kind == _BASE else target.causal
             try:
-                module(input_ids=ids, use_cache=False)
+                with nullcontext() if is_planned else unplanned_attention():
+                    module(input_ids=ids, use_cache=False)
             except RuntimeError as problem:
                 if not has_run_out(problem):
                     raise
@@ -154,7 +156,8 @@ class TensorGroup:
             raise
 
     def _send(self, kind: int, ids: torch.Tensor) -> None:
-        dist.broadcast(torch.tensor([kind, *ids.shape]), 0)
+        is_planned = torch.backends.cuda.cudnn_sdp_enabled()
+        dist.broadcast(torch.tensor([kind, *ids.shape, is_planned]), 0)
         dist.broadcast(ids.contiguous(), 0)
 
     def _before_base(self, _module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from dflash_offline.common.capture import Capture
-from dflash_offline.common.growing_keys import growing_keys
 from dflash_offline.common.target import Target
+from dflash_offline.common.unplanned_attention import unplanned_attention
 from dflash_offline.train.acceptance import accept_greedy, accept_sampled, probabilities
 from dflash_offline.train.drafter import Drafter
 from dflash_offline.train.drafter_config import DrafterConfig
@@ -59,7 +59,7 @@ class TargetSequence:
         self._cache = RollbackCache(target.config)
         self._argument = cache_argument(target.causal)
 
-    @growing_keys()
+    @unplanned_attention()
     def feed(self, tokens: list[int], *, num_logits: int) -> Tensor:
         """Run tokens after those already there; return the logits [num_logits, V] of the last."""
         self._cache.mark()

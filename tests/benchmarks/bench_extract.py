@@ -49,6 +49,7 @@ from dflash_offline.extract.memory_model import memory_model
 from dflash_offline.extract.meta_forward import forward_cost
 from dflash_offline.extract.pipeline import num_writers
 from dflash_offline.extract.place import Place, place_in
+from dflash_offline.extract.plan import frequent_shapes
 from dflash_offline.extract.self_check import report, self_check
 from dflash_offline.extract.stop_request import StopRequest
 from dflash_offline.extract.worker import Worker, unfinished_units
@@ -254,7 +255,7 @@ def extract(
         StopRequest() as stop,
         Crew(place, stop, device=str(target.device)) as crew,
         tempfile.TemporaryDirectory() as logs,
-        Timed(target, layers, keep_final=True) as forward,
+        Timed(target, layers, keep_final=True, frequent_shapes=frequent_shapes(plan)) as forward,
     ):
         forward.calls = []
         if place.is_first:
@@ -345,7 +346,8 @@ def check_content(folder: Path, target: Target, plan: Plan, tokens: list[np.ndar
     """Compare the states of one batch with those of its forward, in the same shape."""
     cache = open_cache(str(folder))
     batch = plan.batches[-1][0]
-    with StateForward(target, cache.schema.layers, keep_final=True) as forward:
+    shapes, layers = frequent_shapes(plan), cache.schema.layers
+    with StateForward(target, layers, keep_final=True, frequent_shapes=shapes) as forward:
         wanted = forward([tokens[i] for i in batch])
     bound = 0.02 if cache.schema.is_coded else 0.0
     first = 0
@@ -398,7 +400,7 @@ def main() -> None:
     checked = [ids[0, :n].astype(np.int32) for n in (3, 17, 40, 200)]
     layers = resolve_layers("auto:5", target.num_layers)
     report(self_check(target, layers, checked))
-    if device.type == "cuda":
+    if device.type == "cuda" and options.codec:
         compare_convolutions(target, ids[:4])
     reset_peak()
     per_unit = options.unit_packs * PACK_TOKENS // (options.batch * options.length)

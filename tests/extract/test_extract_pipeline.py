@@ -4,6 +4,7 @@ import json
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from dflash_offline.common.pack_index import read_pack_index, read_record
 from dflash_offline.common.target import load_target
 from dflash_offline.extract import forward as forward_module
 from dflash_offline.extract import pack_buffers, state_ring
+from dflash_offline.extract import plan as plan_module
 from dflash_offline.extract import run as run_module
 from dflash_offline.extract.cli import main as extract_command
 from dflash_offline.extract.plan import PlanOptions
@@ -216,3 +218,36 @@ def test_quarantine_of_earlier_runs_counts(extract, monkeypatch, capsys):
     capsys.readouterr()
     assert extract(12, "bad", "--codec", "raw")[0] == 1
     assert "not finite in layer 0 at position 2" in " ".join(capsys.readouterr().err.split())
+
+
+def test_attention_is_planned_for_frequent_shapes_only(make_target):
+    """cuDNN's, which PyTorch prefers on Hopper; the plan's batches decide, and nothing else."""
+    target = load_target(make_target("qwen3"), dtype=torch.float32, device="cpu", head=False)
+    seen = []
+    target.base.register_forward_pre_hook(
+        lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+    )
+    samples = [np.arange(length, dtype=np.int32) for length in (7, 5)]
+    with forward_module.StateForward(
+        target, (0, 1), keep_final=True, frequent_shapes={(2, 7)}
+    ) as forward:
+        forward(samples)
+        forward(samples[:1])
+        forward(samples)
+    assert seen == [True, False, True]
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_extraction_plans_attention_for_its_frequent_shapes(extract, monkeypatch):
+    """Samples of one length, cut there, and a few shorter ones: the longest come often."""
+    given = []
+    init = forward_module.StateForward.__init__
+    monkeypatch.setattr(
+        forward_module.StateForward,
+        "__init__",
+        lambda self, *args, **named: given.append(named) or init(self, *args, **named),
+    )
+    monkeypatch.setattr(plan_module, "_WORTH_A_PLAN", 2)
+    code, _ = extract(40, "cut", "--codec", "raw", "--max-length", 40, "--batch-tokens", 160)
+    assert code == 0
+    assert given[-1]["frequent_shapes"] == {(4, 40)}

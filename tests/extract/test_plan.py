@@ -1,5 +1,7 @@
 """Plans as properties: every sample once, whole, in seeded order, whatever the batches are."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,7 @@ from dflash_offline.common.store import LossMask, Plan
 from dflash_offline.extract.corpus import CorpusReport
 from dflash_offline.extract.plan import (
     PlanOptions,
+    frequent_shapes,
     held_out_rows,
     make_plan,
     padded_fraction,
@@ -151,3 +154,16 @@ def test_padding_is_small_on_real_lengths():
     plan, _ = plan_of(rows, pack_tokens=16384, batch_tokens=32768, unit_packs=16)
     assert padded_fraction(plan) < 0.1
     assert len(plan.batches) > 3
+
+
+def test_frequent_shapes_are_those_of_many_batches():
+    """Equal lengths come in one shape, but for the last batch of a unit; real ones in many."""
+    rows = [row for row in make_rows(600) if len(row.tokens) >= 64]
+    equal = [replace(row, tokens=row.tokens[:64], mask=row.mask[:64]) for row in rows]
+    plan, _ = plan_of(equal, batch_tokens=256, holdout=0.01)
+    assert frequent_shapes(plan) == {(4, 64)}
+    plan, _ = plan_of(equal[:60], batch_tokens=256, holdout=0.01)  # 15 batches
+    assert not frequent_shapes(plan)
+    plan, _ = plan_of(rows)
+    assert len(plan.batches) > 50
+    assert not frequent_shapes(plan)
