@@ -40,21 +40,39 @@ from dflash_offline.train.projections import (
 )
 
 
+class _Rounded(torch.autograd.Function):
+    """Values of a dtype as fp32 numbers, so that the gradient, a sum over rows, is one too."""
+
+    @staticmethod
+    def forward(_ctx, weight, dtype):
+        return weight.to(dtype).to(torch.promote_types(dtype, torch.float32))
+
+    @staticmethod
+    def backward(_ctx, grad):
+        return grad, None
+
+
 class Norm(nn.Module):
-    """RMSNorm with a weight; statistics in fp32."""
+    """RMSNorm with a weight; statistics and the weight's gradient in fp32."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
+    def weight_in(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight, rounded to a dtype."""
+        if not torch.is_grad_enabled():
+            return self.weight.to(dtype)
+        return _Rounded.apply(self.weight, dtype)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension."""
-        return rms_norm(x, self.weight.to(x.dtype), self.eps)
+        return rms_norm(x, self.weight_in(x.dtype), self.eps)
 
     def added(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the normed sum, and the sum."""
-        return add_rms_norm(x, residual, self.weight.to(x.dtype), self.eps)
+        return add_rms_norm(x, residual, self.weight_in(x.dtype), self.eps)
 
 
 @dataclass(frozen=True)
@@ -126,7 +144,7 @@ class Attention(nn.Module):
     def _rotated(self, projected: torch.Tensor, norm: Norm, places: Places) -> torch.Tensor:
         return norm_rope(
             self._heads(projected),
-            norm.weight.to(projected.dtype),
+            norm.weight_in(projected.dtype),
             places.positions,
             theta=self.theta,
             eps=norm.eps,

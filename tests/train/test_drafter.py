@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from dflash_offline.common.errors import BadInput
+from dflash_offline.kernels.reference import rms_norm
 from dflash_offline.train.anchors import build_pass
-from dflash_offline.train.drafter import Drafter
+from dflash_offline.train.drafter import Drafter, Norm
 from dflash_offline.train.stream import assemble
 
 SLIDING = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 5}
@@ -226,6 +227,28 @@ def test_parameters_may_be_wider_than_the_states(toy_maker):
     assert hidden.dtype == torch.bfloat16
     hidden.float().sum().backward()
     assert {p.grad.dtype for p in toy.drafter.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("is_master", [True, False], ids=["fp32 master", "gathered in bfloat16"])
+def test_gradients_of_norms_are_not_rounded(is_master):
+    torch.manual_seed(0)
+    norm = Norm(32, 1e-6)
+    torch.nn.init.normal_(norm.weight)
+    if not is_master:  # as while a layer of slices runs
+        norm = norm.bfloat16()
+        norm.weight.grad_dtype = torch.float32
+    x, upstream = (torch.randn(37, 32).bfloat16() for _ in range(2))
+    out = norm(x)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, rms_norm(x, norm.weight.detach().bfloat16(), 1e-6))
+    with torch.no_grad():
+        assert torch.equal(out, norm(x)), "trains with the weights that serve"
+    out.backward(upstream)
+    wide = x.double()
+    unit = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    exact = (upstream.double() * unit).sum(0)
+    torch.testing.assert_close(norm.weight.grad.double(), exact, rtol=1e-5, atol=1e-5)
+    assert (exact.bfloat16() - exact).abs().max() > 1e-3, "the bound above would let rounding pass"
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,24 @@ def test_gradient_does_not_depend_on_the_split(toy_maker, loss, labels, dtype, t
         assert_same(whole, split, tolerance)
 
 
+def test_gradient_in_bfloat16_does_not_depend_on_the_split(toy_maker):
+    """Rows are rounded, each by itself; what is summed over rows is fp32, for every parameter."""
+    toy = toy_maker(torch.float32)
+    for parameter in toy.drafter.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    head = toy.head.to("cpu", torch.bfloat16)
+    documents = [toy.document(n, seed=n) for n in (19, 9, 24, 6)]
+    found = []
+    for groups in ([documents], [[each] for each in documents]):
+        for parameter in toy.drafter.parameters():
+            parameter.grad.zero_()
+        passes = [assemble(group, toy.options()) for group in groups]
+        accumulate(toy.drafter, head, Objective(loss=DECAY, gamma=2.0), passes)
+        found.append({name: p.grad.clone() for name, p in toy.drafter.named_parameters()})
+    # A gradient in bfloat16 would be 2e-3 off.
+    assert_same(*found, 1e-5)
+
+
 def test_accumulation_adds_ranks_and_parts(toy_maker):
     # What two ranks hold, and what two parts of an accumulation window leave, adds up.
     toy = toy_maker()
