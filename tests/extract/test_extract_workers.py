@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -97,16 +98,22 @@ def test_content_is_the_same_at_any_number_of_workers(arguments, run, tmp_path):
         assert len(list((out / "logs").glob("extract*.jsonl"))) == count
 
 
-def test_torchrun_starts_workers_too(arguments, run, tmp_path):
+def test_torchrun_starts_workers_too_on_several_nodes(arguments, run, tmp_path):
+    """Two groups that meet at an address, as the torchruns of two nodes do."""
     args = arguments(60, tmp_path / "here")
     assert run(extract_command, *args) == 0
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     main = tmp_path / "main.py"
     main.write_text(MAIN)
+    torchrun = ("-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    meeting = ("--rdzv-backend=c10d", f"--rdzv-endpoint={address}")
     args = arguments(60, tmp_path / "there")
-    code, errors = Command(*args, launcher=(*torchrun, str(main))).end()
-    assert (code, errors) == (0, [])
+    nodes = [Command(*args, launcher=(*torchrun, *meeting, str(main))) for _ in range(2)]
+    assert [node.end() for node in nodes] == 2 * [(0, [])]
     assert state_files(tmp_path / "there") == state_files(tmp_path / "here")
+    assert len(list((tmp_path / "there/logs").glob("extract*.jsonl"))) == 2
 
 
 @pytest.mark.parametrize("rank", [0, 1])
