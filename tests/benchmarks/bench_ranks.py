@@ -35,7 +35,7 @@ BAR = 1e-3
 def parse() -> tuple[Namespace, list[str]]:
     parser = ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--cache", required=True, help="store to train on")
-    parser.add_argument("--gpus", nargs="+", type=int, default=[2], help="beside one")
+    parser.add_argument("--gpus", nargs="*", type=int, default=[2], help="beside one")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--window", type=int, default=20, help="steps of a mean")
     parser.add_argument("--rows-per-pass", type=int, default=4096)
