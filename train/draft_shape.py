@@ -6,7 +6,7 @@ mixture-of-experts target has three times the width.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,32 @@ def with_wishes(config: DrafterConfig, wishes: ShapeWishes) -> DrafterConfig:
     if wishes.block_size is not None:
         changed["block_size"] = changed["dflash_config"]["block_size"] = wishes.block_size
     return DrafterConfig.from_json(changed)
+
+
+def head_for(head: TargetHead, config: DrafterConfig, *, has_teacher: bool) -> TargetHead:
+    """Return the target's head with the scales of a drafter's file, which engines serve it with.
+
+    Args:
+        has_teacher: the target's own logits are made with it, too.
+
+    Raises:
+        BadInput: they are, and the target scales them otherwise.
+    """
+    for key, given, own in (
+        ("output_multiplier", config.output_multiplier, head.logit_scale),
+        ("final_logit_softcapping", config.final_logit_softcapping, head.softcap),
+    ):
+        if has_teacher and given != own:
+            raise BadInput(
+                f"{key} of the drafter: {given} given, but the target has {own}, and --loss asks "
+                "for a divergence between the two; use --loss decay or dpace, or the target's own"
+            )
+    return replace(
+        head,
+        logit_scale=config.output_multiplier,
+        softcap=config.final_logit_softcapping,
+        embedding_scale=config.input_embedding_scale,
+    )
 
 
 def check_fits(config: DrafterConfig, cache: Cache, source: str) -> None:

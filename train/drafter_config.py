@@ -163,7 +163,7 @@ class DrafterConfig:
                 special.get("sample_from_anchor", config.get("sample_from_anchor", False))
             ),
             output_multiplier=special.get("output_multiplier") or 1.0,
-            final_logit_softcapping=special.get("final_logit_softcapping"),
+            final_logit_softcapping=special.get("final_logit_softcapping") or None,
             input_embedding_scale=special.get("input_embedding_scale") or 1.0,
         )
 

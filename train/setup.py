@@ -24,6 +24,7 @@ from dflash_offline.train.distributed import World
 from dflash_offline.train.draft_shape import (
     ShapeWishes,
     check_fits,
+    head_for,
     new_drafter_config,
     with_wishes,
 )
@@ -173,6 +174,9 @@ def prepare(config: TrainConfig, world: World) -> Setup:
     check_supervision(config, caches, wanted)
     head = load_target_head(caches[0])
     shape, mask_token = _shape(config, caches, head, checkpoint)
+    objective = _objective(config, shape)
+    makes_logits = objective.terms.need_teacher and not caches[0].schema.num_topk
+    head = head_for(head, shape, has_teacher=makes_logits)
     if world.is_first:
         warn_of_short_documents(caches, wanted, shape.layout)
     order = _order(config, caches, wanted)
@@ -190,7 +194,6 @@ def prepare(config: TrainConfig, world: World) -> Setup:
         sharding = Sharding(drafter, world=world, device=device, dtype=dtype)
     else:
         drafter.to(device)
-    objective = _objective(config, shape)
     return Setup(
         config=config,
         world=world,

@@ -263,6 +263,34 @@ def test_init_from_an_exported_drafter(config, small_store, tmp_path):
     assert load_drafter(tmp_path / "second/draft").config == load_drafter(start).config
 
 
+def test_a_drafter_trains_with_the_scales_that_its_file_gives_engines(
+    config, corpus_maker, tmp_path
+):
+    corpus = corpus_maker(teacher="final")
+    with corpus.open(tmp_path / "store") as store:
+        corpus.commit(store)
+    found = {}
+    for key, value in (
+        ("block_size", 4),  # as without a file
+        ("input_embedding_scale", 3.0),
+        ("output_multiplier", 0.1),
+        ("final_logit_softcapping", 2.0),
+    ):
+        out, file = tmp_path / key, tmp_path / f"{key}.json"
+        file.write_text(json.dumps({"dflash_config": {key: value}}))
+        train(config(tmp_path / "store", out, draft_config=file, num_steps=1))
+        found[key] = losses(out)[1]
+        options = {"draft_layers": None, "block_size": None, "mask_token_id": None}
+        again = tmp_path / f"from-{key}"
+        train(config(tmp_path / "store", again, init_from=out / "draft", num_steps=1, **options))
+        # The first run's one step ends its schedule and moves nothing.
+        assert losses(again)[1] == found[key]
+    assert len(set(found.values())) == 4
+    file = tmp_path / "final_logit_softcapping.json"
+    with pytest.raises(BadInput, match="final_logit_softcapping of the drafter: 2.0 given, but"):
+        train(config(tmp_path / "store", tmp_path / "kl", draft_config=file, loss="kl"))
+
+
 def test_what_the_teacher_changes(config, corpus_maker, tmp_path):
     corpus = corpus_maker(teacher="final")
     with corpus.open(tmp_path / "store") as store:
