@@ -184,6 +184,12 @@ def _check(config: DrafterConfig) -> None:
             f"block_size of the drafter: {config.block_size} given, at least {MIN_BLOCK_SIZE} "
             "needed; a block holds the anchor and what is drafted after it"
         )
+    ids = config.target_layer_ids
+    if list(ids) != sorted(set(ids)):
+        raise BadInput(
+            f"target_layer_ids of the drafter: {','.join(map(str, ids))} given, and engines hand "
+            "states over from the first layer to the last, each once; sort them"
+        )
     if config.num_attention_heads % config.num_key_value_heads:
         raise BadInput(
             f"num_attention_heads of the drafter: {config.num_attention_heads} is no multiple of "

@@ -320,7 +320,7 @@ def _check_initial(config: TrainConfig, initial: DrafterConfig) -> None:
 
 def _layers(config: TrainConfig, cache: Cache) -> tuple[int, ...]:
     if config.layers is None:
-        return cache.schema.layers
+        return tuple(sorted(cache.schema.layers))
     try:
         layers = tuple(int(each) for each in config.layers.split(","))
     except ValueError:
@@ -330,7 +330,7 @@ def _layers(config: TrainConfig, cache: Cache) -> tuple[int, ...]:
             f"--layers {config.layers} is no list of distinct layers that the store holds; choose "
             f"among {','.join(map(str, cache.schema.layers))}"
         )
-    return layers
+    return tuple(sorted(layers))
 
 
 def _drafter(config: TrainConfig, shape: DrafterConfig, checkpoint: Path | None) -> Drafter:

@@ -5,9 +5,11 @@ import torch
 
 from dflash_offline.common.errors import BadInput, MissingStore
 from dflash_offline.train.cli import main
+from dflash_offline.train.distributed import World
 from dflash_offline.train.drafter import Drafter
 from dflash_offline.train.export import load_drafter_config, save_drafter
 from dflash_offline.train.loop import train
+from dflash_offline.train.setup import prepare
 from dflash_offline.train.start import start
 
 
@@ -109,6 +111,17 @@ def test_a_drafter_of_another_width_is_refused(config, small_store, tmp_path, co
         with pytest.raises(BadInput, match=words):
             train(config(small_store[0], tmp_path / "run", init_from=folder, **options))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("given", [None, "3,1"])
+def test_layers_come_in_the_order_in_which_engines_capture_them(
+    config, corpus_maker, tmp_path, given
+):
+    corpus = corpus_maker(layers=(3, 1))
+    with corpus.open(tmp_path / "store") as store:
+        corpus.commit(store)
+    setup = prepare(config(tmp_path / "store", tmp_path / "run", layers=given), World())
+    assert setup.drafter.config.target_layer_ids == (1, 3)
 
 
 def test_stores_of_different_targets_are_not_mixed(config, corpus_maker, small_store, tmp_path):
