@@ -40,20 +40,24 @@ def select(plan: Plan, condition: str) -> np.ndarray:
         tree = ast.parse(condition, mode="eval").body
     except SyntaxError as problem:
         raise _bad(condition, str(problem.msg)) from None
-    result = _value(tree, plan, condition)
+    return _condition(tree, plan, condition)
+
+
+def _condition(node: ast.expr, plan: Plan, condition: str) -> np.ndarray:
+    if isinstance(node, ast.BoolOp):
+        parts = [_condition(each, plan, condition) for each in node.values]
+        return (np.logical_and if isinstance(node.op, ast.And) else np.logical_or).reduce(parts)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return ~_condition(node.operand, plan, condition)
+    if isinstance(node, ast.Compare):
+        return _compare(node, plan, condition)
+    result = _value(node, plan, condition)
     if not (isinstance(result, np.ndarray) and result.dtype == bool):
-        raise _bad(condition, "it is no condition")
+        raise _bad(condition, f"{ast.unparse(node)!r} is no condition")
     return result
 
 
 def _value(node: ast.expr, plan: Plan, condition: str) -> Any:
-    if isinstance(node, ast.BoolOp):
-        parts = [_value(each, plan, condition) for each in node.values]
-        return (np.logical_and if isinstance(node.op, ast.And) else np.logical_or).reduce(parts)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        return ~_value(node.operand, plan, condition)
-    if isinstance(node, ast.Compare):
-        return _compare(node, plan, condition)
     if isinstance(node, ast.Name):
         if node.id not in FIELDS:
             raise _bad(condition, f"there is no field {node.id}")
@@ -61,7 +65,9 @@ def _value(node: ast.expr, plan: Plan, condition: str) -> Any:
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float | str):
         return node.value
     if isinstance(node, ast.List | ast.Tuple):
-        return [_value(each, plan, condition) for each in node.elts]
+        values = [_value(each, plan, condition) for each in node.elts]
+        if all(isinstance(each, int | float | str) for each in values):
+            return values
     raise _bad(condition, f"{ast.unparse(node)!r} is not understood")
 
 
@@ -71,11 +77,20 @@ def _compare(node: ast.Compare, plan: Plan, condition: str) -> Any:
     for op, left, right in zip(node.ops, sides, sides[1:], strict=False):
         if type(op) not in _COMPARE:
             raise _bad(condition, "comparisons are == != < <= > >= in, not in")
-        try:
-            result = result & _COMPARE[type(op)](left, right)
-        except TypeError:
-            raise _bad(condition, f"{ast.unparse(node)!r} compares a text with a number") from None
+        is_in = isinstance(op, ast.In | ast.NotIn)
+        # numpy compares anything, and finds a text in no number and a field in every list.
+        if isinstance(left, list) or is_in != isinstance(right, list):
+            raise _bad(condition, f"{ast.unparse(node)!r}: a list stands behind in or not in")
+        if not any(isinstance(side, np.ndarray) for side in (left, right)):
+            raise _bad(condition, f"{ast.unparse(node)!r} has no field")
+        if len({_is_text(each) for each in (left, *(right if is_in else [right]))}) > 1:
+            raise _bad(condition, f"{ast.unparse(node)!r} compares a text with a number")
+        result = result & _COMPARE[type(op)](left, right)
     return result
+
+
+def _is_text(value: Any) -> bool:
+    return value.dtype.kind in "OU" if isinstance(value, np.ndarray) else isinstance(value, str)
 
 
 def _bad(condition: str, problem: str) -> BadInput:
