@@ -30,6 +30,8 @@ _REASONING = re.compile(
 _REASONING_OPENS = ("<think>", "[THINK]")
 _REASONING_CLOSES = re.compile(r"</think>|\[/THINK\]")
 _EMPTY_REASONING = re.compile(r"<think>\s*</think>\s*|\[THINK\]\s*\[/THINK\]\s*")
+# What a generation prompt may end with and a turn that lost its reasoning has not.
+_OPENED_REASONING = re.compile(r"(<think>|\[THINK\])\s*((</think>|\[/THINK\])\s*)?\Z")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,21 +119,40 @@ def without_empty_reasoning(header: str) -> str:
 def _by_prefixes(
     messages: Sequence[Message], i: int, *, render: Render, text: str, cursor: int
 ) -> Turn | None:
-    header = _prefix(messages[:i], True, render=render)
+    start = _header_end(text, _prefix(messages[:i], True, render=render))
     is_last = i + 1 == len(messages)
     through = text if is_last else _prefix(messages[: i + 1], False, render=render)
     pieces = _pieces(messages[i])
-    start = len(header) if header is not None and text.startswith(header) else None
     is_prefix = through is not None and text.startswith(through)
     if start is not None and is_prefix and len(through) >= start:
         span = start, len(through)
         return _turn(text, messages[i], span=span, content=_locate_last(text, pieces, span))
-    content = _locate(text, pieces, start=cursor if start is None else start)
+    search = _behind_others(text, messages[:i], cursor) if start is None else start
+    content = _locate(text, pieces, start=search)
     if content is None:
         return None
     start = content[0] if start is None else start
     end = content[1] + _tail_length(text, content[1], through, pieces)
     return _turn(text, messages[i], span=(start, end), content=content)
+
+
+def _header_end(text: str, header: str | None) -> int | None:
+    """Return where a turn starts in `text`; None where its generation prompt is not found."""
+    plain = None if header is None else _OPENED_REASONING.sub("", header)
+    return next((len(h) for h in (header, plain) if h is not None and text.startswith(h)), None)
+
+
+def _behind_others(text: str, messages: Sequence[Message], cursor: int) -> int:
+    """Return where ends what others said since the assistant's last turn, which ends at `cursor`.
+
+    The assistant may say the same.
+    """
+    last = max((k for k, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
+    for message in messages[last + 1 :]:
+        said = _content(message).strip()
+        at = text.find(said, cursor)
+        cursor = at + len(said) if at >= 0 else cursor
+    return cursor
 
 
 def _prefix(messages: Sequence[Message], generation_prompt: bool, *, render: Render) -> str | None:
@@ -179,11 +200,9 @@ def _pieces(message: Message) -> list[str]:
 
 
 def _locate(text: str, pieces: Sequence[str], *, start: int) -> Span | None:
-    for piece in pieces:
-        at = text.find(piece, start) if piece else -1
-        if at >= 0:
-            return at, at + len(piece)
-    return None
+    """Return the first of the pieces in `text`: what this turn lost, a later one may have."""
+    found = [(at, at + len(p)) for p in pieces if p and (at := text.find(p, start)) >= 0]
+    return min(found, default=None)
 
 
 def _locate_last(text: str, pieces: Sequence[str], span: Span) -> Span:

@@ -207,6 +207,27 @@ def test_inconsistent_prefixes_fall_back_to_the_text(tokenizer):
     assert marked(tokenizer, template, TURNS, bits=LossMask.SUPERVISED) == expected
 
 
+@pytest.mark.parametrize("prefix", ["", "{{ messages | length }}"], ids=["header", "no-header"])
+def test_words_of_others_are_not_the_assistants(tokenizer, prefix: str):
+    """Who repeats what was said before is found behind it, whatever the header has lost."""
+    tokenizer.chat_template = prefix + THINKING
+    said = ["Today is 4 May.", "Say 4", "4", "4?", "4"]
+    roles = ["system", *["user", "assistant"] * 2]
+    talk = [{"role": r, "content": c} for r, c in zip(roles, said, strict=True)]
+    options = ChatOptions(chat_template_args={"enable_thinking": False})
+    ids, mask = chat.render_conversation(tokenizer, talk, options)
+    first = tokenizer.decode(ids[: np.flatnonzero(mask & LossMask.SUPERVISED)[0]])
+    assert first.endswith("Say 4<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_lost_reasoning_is_not_found_in_a_later_turn(tokenizer):
+    same = "<think>\nhm\n</think>\n\nYes."
+    talk = [{**m, "content": same} if m["role"] == "assistant" else m for m in TURNS]
+    for arguments in ({}, {"template_args": {"enable_thinking": False}}):
+        written = marked(tokenizer, THINKING, talk, bits=LossMask.SUPERVISED, **arguments)
+        assert written == ["Yes.<|im_end|>", f"{same}<|im_end|>"]
+
+
 def test_refused_conversation(tokenizer):
     tokenizer.chat_template = INST
     with pytest.raises(BadInput, match="only user and assistant"):
