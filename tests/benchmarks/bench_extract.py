@@ -236,8 +236,14 @@ def extract(
     plan: Plan,
     tokens: list[np.ndarray],
     first: int,
+    keep: Path | None = None,
 ) -> dict[str, float]:
-    """Extract a plan into a new store; returns rates, peak memory and CPU seconds."""
+    """Extract a plan into a new store; returns rates, peak memory and CPU seconds.
+
+    Args:
+        first: batch from which on a rate counts.
+        keep: where the store stays.
+    """
     layers = resolve_layers("auto:5", target.num_layers)
     schema = Schema(
         layers=layers,
@@ -302,10 +308,14 @@ def extract(
     if place.is_first:
         check_content(folder, target, plan, tokens)
     cpu_s = used.ru_utime + used.ru_stime - cpu.ru_utime - cpu.ru_stime
-    if place.is_first:
+    if place.is_first and keep:
+        folder.rename(keep)
+    elif place.is_first:
         shutil.rmtree(folder)
     result = {
         "rate": forward.rate(first),
+        "start_s": forward.calls[0][0] - began if forward.calls else 0.0,
+        "end_s": began + seconds - forward.calls[-1][0] if forward.calls else seconds,
         "seconds": seconds,
         "cpu_s": cpu_s,
         "peak": peak,
