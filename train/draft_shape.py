@@ -18,8 +18,13 @@ from dflash_offline.train.target_head import TargetHead, text_config
 DEFAULT_LAYERS = 5
 DEFAULT_BLOCK_SIZE = 16
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-# Keys of a checkpoint's config.json that describe the file, not the model.
-_IGNORED_KEYS = {"dtype", "torch_dtype", "transformers_version", "_name_or_path", "auto_map"}
+# Keys of a config.json that change nothing of a drafter: about the file or the text, or
+# read beside others only.
+_IGNORED_KEYS = {
+    "dtype", "torch_dtype", "transformers_version", "_name_or_path", "auto_map", "architectures",
+    "model_type", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings",
+    "use_cache", "max_window_layers", "rope_parameters",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,17 +51,21 @@ def new_drafter_config(
             what a drafter needs.
     """
     base = _from_target(cache, head, layers, mask_token_id).to_json()
-    merged = _merge(base, _read_file(wishes.draft_config)) if wishes.draft_config else base
+    file = _read_file(wishes.draft_config) if wishes.draft_config else {}
+    merged = _merge(base, file)
+    merged["dflash_config"]["mask_token_id"] = mask_token_id
     if wishes.draft_layers is not None and wishes.draft_layers != merged["num_hidden_layers"]:
         given = merged.get("layer_types")
-        if wishes.draft_config and given and len(set(given)) > 1:
+        if file and given and len(set(given)) > 1:
             raise BadInput(
                 f"--draft-layers {wishes.draft_layers} differs from the {len(given)} layer_types "
                 f"of --draft-config {wishes.draft_config}; drop one of them"
             )
         merged["num_hidden_layers"] = wishes.draft_layers
         merged["layer_types"] = given[:1] * wishes.draft_layers if given else None
-    return with_wishes(DrafterConfig.from_json(merged), wishes)
+    shape = with_wishes(DrafterConfig.from_json(merged), wishes)
+    _check_kept(file, shape, wishes)
+    return shape
 
 
 def with_wishes(config: DrafterConfig, wishes: ShapeWishes) -> DrafterConfig:
@@ -65,6 +74,11 @@ def with_wishes(config: DrafterConfig, wishes: ShapeWishes) -> DrafterConfig:
     if wishes.block_size is not None:
         changed["block_size"] = changed["dflash_config"]["block_size"] = wishes.block_size
     return DrafterConfig.from_json(changed)
+
+
+def mask_token_of(path: Path | None) -> int | None:
+    """Return the mask token that a `--draft-config` names, if it does."""
+    return (_read_file(path).get("dflash_config") or {}).get("mask_token_id") if path else None
 
 
 def head_for(head: TargetHead, config: DrafterConfig, *, has_teacher: bool) -> TargetHead:
@@ -177,6 +191,8 @@ def _read_file(path: Path) -> dict[str, Any]:
         ) from problem
     if not isinstance(given, dict):
         raise BadInput(f"--draft-config {path} holds no JSON object; give a part of a config.json")
+    if not isinstance(given.get("dflash_config") or {}, dict):
+        raise BadInput(f"--draft-config {path}: dflash_config is no JSON object; make it one")
     return given
 
 
@@ -185,14 +201,15 @@ def _merge(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     unknown = sorted(set(given) - set(base) - _IGNORED_KEYS - {"is_causal"})
     if unknown:
         raise BadInput(f"--draft-config sets {unknown[0]}, which a DFlash drafter has not; drop it")
+    special = given.get("dflash_config") or {}
     merged = base | given
-    merged["dflash_config"] = base["dflash_config"] | (given.get("dflash_config") or {})
+    merged["dflash_config"] = base["dflash_config"] | special
     for key in ("block_size", "sample_from_anchor"):
-        if key in given and key not in (given.get("dflash_config") or {}):
+        if key in given and key not in special:
             merged["dflash_config"][key] = given[key]
     if "num_hidden_layers" in given and "layer_types" not in given:
         merged["layer_types"] = None
-    if "layer_types" in given and "is_causal" not in given:
+    if ("layer_types" in given or "causal" in special) and "is_causal" not in given:
         del merged["is_causal"]
     if "sliding_window" in given and "use_sliding_window" not in given:
         merged["use_sliding_window"] = given["sliding_window"] is not None
@@ -201,3 +218,26 @@ def _merge(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     elif "rope_parameters" in given and "rope_theta" not in given:
         merged["rope_theta"] = None
     return merged
+
+
+def _check_kept(file: Mapping[str, Any], shape: DrafterConfig, wishes: ShapeWishes) -> None:
+    """Refuse a file with a key that says something else than what the drafter became."""
+    made = shape.to_json()
+    neutral = {"causal": made.get("is_causal"), "output_multiplier": 1.0}
+    neutral["input_embedding_scale"] = 1.0
+    overridden = {"dflash_config", "mask_token_id"}
+    if wishes.draft_layers is not None:
+        overridden |= {"num_hidden_layers", "layer_types"}
+    if wishes.block_size is not None:
+        overridden.add("block_size")
+    for given, kept in (
+        (file, made),
+        (file.get("dflash_config") or {}, neutral | made["dflash_config"]),
+    ):
+        for key in sorted(set(given) - _IGNORED_KEYS - overridden):
+            # Zero and false are other spellings of none.
+            if (given[key] or None) not in (None, kept.get(key)):
+                raise BadInput(
+                    f"--draft-config sets {key} to {given[key]}, but beside the other keys it "
+                    f"would be {kept.get(key)}; drop it, or set what it goes with"
+                )

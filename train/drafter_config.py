@@ -13,7 +13,12 @@ from dflash_offline.train.anchors import BlockLayout
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
-MIN_BLOCK_SIZE = 2
+MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 2, 64
+# Fields that shape tensors.
+_SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "block_size",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +158,7 @@ class DrafterConfig:
             mask_token_id=_wanted(special, "mask_token_id", "dflash_config."),
             target_layer_ids=tuple(_wanted(special, "target_layer_ids", "dflash_config.")),
             num_target_layers=_wanted(config, "num_target_layers"),
-            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+            rms_norm_eps=config.get("rms_norm_eps") or 1e-6,
             max_position_embeddings=config.get("max_position_embeddings", 40960),
             initializer_range=config.get("initializer_range", 0.02),
             layer_types=types,
@@ -169,6 +174,16 @@ class DrafterConfig:
 
 
 def _check(config: DrafterConfig) -> None:
+    for name in _SIZES:
+        size = vars(config)[name]
+        if type(size) is not int or size < 1:
+            raise BadInput(
+                f"{name} of the drafter: {size!r} given; a whole number above 0 is needed"
+            )
+    if config.head_dim % 2:
+        raise BadInput(
+            f"head_dim of the drafter: {config.head_dim} given; rotary positions need an even one"
+        )
     count = config.num_hidden_layers
     for name, given in (("layer_types", config.layer_types), ("causality", config.layer_causal)):
         if len(given) != count:
@@ -179,10 +194,10 @@ def _check(config: DrafterConfig) -> None:
     unknown = sorted(set(config.layer_types) - {FULL, SLIDING})
     if unknown:
         raise BadInput(f"layer_types of the drafter: {unknown[0]!r}; use {FULL!r} or {SLIDING!r}")
-    if config.block_size < MIN_BLOCK_SIZE:
+    if not MIN_BLOCK_SIZE <= config.block_size <= MAX_BLOCK_SIZE:
         raise BadInput(
-            f"block_size of the drafter: {config.block_size} given, at least {MIN_BLOCK_SIZE} "
-            "needed; a block holds the anchor and what is drafted after it"
+            f"block_size of the drafter: {config.block_size} given, {MIN_BLOCK_SIZE} to "
+            f"{MAX_BLOCK_SIZE} allowed; a block holds the anchor and what is drafted after it"
         )
     ids = config.target_layer_ids
     if list(ids) != sorted(set(ids)):
@@ -225,6 +240,12 @@ def _refuse_other_kinds(config: Mapping[str, Any]) -> None:
         )
     if config.get("attention_bias"):
         raise BadInput("attention_bias of the drafter: true given; only false is supported")
+    if (config.get("dflash_config") or {}).get("use_swa"):
+        # ModelOpt's spelling; its other key and `causal` stand beside it.
+        raise BadInput(
+            "dflash_config.use_swa of the drafter: true given; say it with layer_types and "
+            "sliding_window, which all engines read"
+        )
 
 
 def _layer_causal(config: Mapping[str, Any], types: tuple[str, ...]) -> tuple[bool, ...]:

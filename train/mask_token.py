@@ -47,6 +47,7 @@ def choose_mask_token(
     embed: torch.Tensor,
     *,
     given: int | None = None,
+    in_file: int | None = None,
     initial: int | None = None,
 ) -> MaskToken:
     """Choose the mask token by the rule in the module docstring.
@@ -55,13 +56,18 @@ def choose_mask_token(
         caches: the stores to train from; the first one's tokenizer counts.
         embed: [V, H] the target's embedding.
         given: the user's own choice.
+        in_file: that of --draft-config.
         initial: the choice of the drafter that training starts from.
 
     Raises:
         BadInput: the user's choice cannot be used, or nothing is left to choose.
     """
     facts = tokenizer_facts(caches[0])
-    for source, token in (("--mask-token-id", given), ("the drafter of --init-from", initial)):
+    for source, token in (
+        ("--mask-token-id", given),
+        ("mask_token_id of --draft-config", in_file),
+        ("the drafter of --init-from", initial),
+    ):
         if token is not None:
             if problem := _problem(token, embed, facts):
                 raise BadInput(f"{source} {token} {problem}; give another --mask-token-id")

@@ -25,6 +25,7 @@ from dflash_offline.train.draft_shape import (
     ShapeWishes,
     check_fits,
     head_for,
+    mask_token_of,
     new_drafter_config,
     with_wishes,
 )
@@ -292,6 +293,7 @@ def _shape(
         caches,
         head.embed,
         given=config.mask_token_id,
+        in_file=mask_token_of(config.draft_config),
         initial=initial.mask_token_id if initial else None,
     )
     if initial is not None:
@@ -300,6 +302,11 @@ def _shape(
         return with_wishes(DrafterConfig.from_json(changed), wishes), mask_token
     layers = _layers(config, caches[0])
     shape = new_drafter_config(caches[0], head, wishes, layers=layers, mask_token_id=mask_token.id)
+    if config.layers is not None and shape.target_layer_ids != layers:
+        raise BadInput(
+            f"--layers {config.layers} does not go with --draft-config {config.draft_config}, "
+            "which names target_layer_ids of its own; drop one of them"
+        )
     for cache in caches:
         check_fits(shape, cache, "the drafter")
     return shape, mask_token

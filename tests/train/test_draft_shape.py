@@ -125,9 +125,18 @@ def test_sliding_layers_come_from_the_file(shape_for):
 
 def test_a_released_config_is_a_file(shape_for, config_maker):
     released = config_maker(hidden_size=64, vocab_size=97, target_layer_ids=(1, 3)).to_json()
-    shape = shape_for(file=released | {"dtype": "bfloat16", "transformers_version": "5.0"})
+    # As SpecForge ships them.
+    others = {"dtype": "bfloat16", "transformers_version": "5.0", "auto_map": {"AutoModel": "x"}}
+    others |= {"bos_token_id": 1, "eos_token_id": 7, "tie_word_embeddings": True}
+    del released["rope_parameters"], released["is_causal"]
+    shape = shape_for(file=released | others | {"rope_theta": 1000000})
     assert shape.intermediate_size == 48
     assert shape.block_size == 4
+    assert shape.rope_theta == 1e6
+
+
+def test_causality_in_the_other_place(shape_for):
+    assert shape_for(file={"dflash_config": {"causal": True}}).layer_causal == (True,) * 5
 
 
 @pytest.mark.parametrize(
@@ -145,8 +154,29 @@ def test_a_released_config_is_a_file(shape_for, config_maker):
             "--draft-layers 3",
         ),
         ({"num_key_value_heads": 3}, {}, "num_attention_heads"),
+        ({"num_attention_heads": "4"}, {}, "num_attention_heads of the drafter: '4' given"),
+        ({"head_dim": 15}, {}, "head_dim"),
+        ({"block_size": 65}, {}, "block_size of the drafter: 65 given, 2 to 64 allowed"),
+        ({"sliding_window": 32}, {}, "sets sliding_window to 32, but"),
+        ({"hidden_act": "gelu"}, {}, "sets hidden_act to gelu"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, {}, "sets rope_scaling to"),
+        ({"dflash_config": {"gamma": 3}}, {}, "sets gamma to 3"),
+        ({"dflash_config": 3}, {}, "dflash_config is no JSON object"),
     ],
-    ids=["unknown", "no-window", "layers", "heads"],
+    ids=[
+        "unknown",
+        "no-window",
+        "layers",
+        "heads",
+        "text",
+        "odd",
+        "block",
+        "window-alone",
+        "activation",
+        "scaled-rope",
+        "unknown-inside",
+        "inside",
+    ],
 )
 def test_files_that_are_refused(shape_for, file, wishes, words):
     with pytest.raises(BadInput, match=words):

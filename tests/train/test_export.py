@@ -155,12 +155,13 @@ def damaged(folder, change):
         (lambda tensors, config: config["dflash_config"].pop("mask_token_id"), "mask_token_id"),
         (lambda tensors, config: config.update(architectures=["DFlash2DraftModel"]), "DFlash2"),
         (lambda tensors, config: config["dflash_config"]["target_layer_ids"].reverse(), "3,1"),
+        (lambda tensors, config: config["dflash_config"].update(use_swa=True), "use_swa"),
         (
             lambda tensors, config: config["rope_parameters"].update(partial_rotary_factor=0.25),
             "rope_parameters",
         ),
     ],
-    ids=["missing", "unknown", "shape", "mask", "architecture", "order", "rotary"],
+    ids=["missing", "unknown", "shape", "mask", "architecture", "order", "window", "rotary"],
 )
 def test_folders_that_are_refused(config_maker, tmp_path, change, words):
     save_drafter(Drafter(config_maker()).initialise(0), tmp_path)

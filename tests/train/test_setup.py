@@ -1,5 +1,7 @@
 """What a run refuses before anything is written, and what it warns of."""
 
+import json
+
 import pytest
 import torch
 
@@ -122,6 +124,25 @@ def test_layers_come_in_the_order_in_which_engines_capture_them(
         corpus.commit(store)
     setup = prepare(config(tmp_path / "store", tmp_path / "run", layers=given), World())
     assert setup.drafter.config.target_layer_ids == (1, 3)
+
+
+def test_a_files_mask_token_and_layers(config, small_store, tmp_path):
+    def shape(file: dict, **options):
+        path = tmp_path / "draft.json"
+        path.write_text(json.dumps({"dflash_config": file}))
+        given = config(small_store[0], tmp_path / "run", draft_config=path, **options)
+        return prepare(given, World()).drafter.config
+
+    mask = {"mask_token_id": 5}
+    assert shape(mask, mask_token_id=None).mask_token_id == 5
+    assert shape(mask, mask_token_id=7).mask_token_id == 7
+    with pytest.raises(BadInput, match="mask_token_id of --draft-config 97 is no row of"):
+        shape({"mask_token_id": 97}, mask_token_id=None)
+    layers = {"target_layer_ids": [1]}
+    assert shape(layers).target_layer_ids == (1,)
+    assert shape(layers, layers="1").target_layer_ids == (1,)
+    with pytest.raises(BadInput, match="--layers 1,3 does not go with --draft-config"):
+        shape(layers, layers="1,3")
 
 
 def test_stores_of_different_targets_are_not_mixed(config, corpus_maker, small_store, tmp_path):
