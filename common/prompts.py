@@ -82,7 +82,7 @@ def is_unicode(value: Any) -> bool:
 
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as problem:
         raise BadInput(
             f"{path} cannot be read ({problem}); give a JSONL or JSON file with rows of {_SHAPES}"
@@ -94,7 +94,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
         for number, row in enumerate(rows, start=1):
             yield f"{path} row {number}", row
         return
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             where = f"{path} line {number}"
             yield where, _json(line, where)

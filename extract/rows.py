@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
@@ -132,12 +133,14 @@ def _count_file(file: Path) -> int:
 
 
 def _files(path: Path) -> list[Path]:
-    if path.is_dir():
-        files = sorted(p for p in path.iterdir() if p.name.endswith(_ENDINGS))
+    with _readable(path):
+        is_folder, is_file = path.is_dir(), path.is_file()
+        files = sorted(p for p in path.iterdir() if p.name.endswith(_ENDINGS)) if is_folder else []
+    if is_folder:
         if not files:
             raise BadInput(f"--data {path} is a folder without {', '.join(_ENDINGS)} files")
         return files
-    if not path.is_file():
+    if not is_file:
         raise BadInput(
             f"--data {path} does not exist; give a {', '.join(_ENDINGS)} file or "
             "hf:ID[:SUBSET[:SPLIT]]"
@@ -165,7 +168,7 @@ def _file_values(file: Path) -> Iterator[Any]:
 def _readable(file: Path) -> Iterator[None]:
     try:
         yield
-    except (pa.ArrowException, OSError, EOFError, UnicodeDecodeError) as problem:
+    except (pa.ArrowException, OSError, EOFError, UnicodeDecodeError, zlib.error) as problem:
         if isinstance(problem, BadInput):
             raise
         raise BadInput(f"--data {file} cannot be read ({problem}); is the file whole?") from problem
@@ -173,7 +176,7 @@ def _readable(file: Path) -> Iterator[None]:
 
 def _json_lines(file: Path) -> Iterator[Any]:
     open_text = gzip.open if file.name.endswith(".gz") else open
-    with open_text(file, "rt", encoding="utf-8") as lines:
+    with open_text(file, "rt", encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
@@ -188,7 +191,7 @@ def _json_lines(file: Path) -> Iterator[Any]:
 
 def _json_list(file: Path) -> Iterator[Any]:
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = json.loads(file.read_text(encoding="utf-8-sig"))
     except ValueError as problem:
         raise BadInput(f"--data {file} is not JSON ({problem}); a list is allowed") from problem
     if not isinstance(data, list):

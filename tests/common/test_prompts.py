@@ -57,6 +57,13 @@ def test_limit_and_blank_lines(tmp_path: Path) -> None:
     assert [prompt.id for prompt in prompts] == ["0", "1", "2"]
 
 
+def test_lines_end_at_line_feeds_alone(tmp_path: Path) -> None:
+    """Other programs leave separators of Unicode in texts, and put a mark before the first row."""
+    row = json.dumps({"prompt": "a\u2028b\x85c"}, ensure_ascii=False) + "\r\n"
+    (tmp_path / "a.jsonl").write_bytes(f"\ufeff{row}{row}".encode())
+    assert [p.turns for p in read_prompts(tmp_path / "a.jsonl")] == [("a\u2028b\x85c",)] * 2
+
+
 def test_messages() -> None:
     prompt = Prompt(id="0", turns=("a", "b"), system="s")
     assert prompt.messages([]) == [
