@@ -190,23 +190,27 @@ def _token_ids(row: Row) -> TokenIds:
             f"--data {row.address}: input_ids stands without loss_mask; give a mask of the same "
             "length, 1 where a token is trained on"
         )
-    ids, mask = (_integers(row, name) for name in ("input_ids", "loss_mask"))
+    ids = _integers(row, "input_ids", most=np.iinfo(np.int32).max)
+    # Anything else is a habit of other programs, such as labels that are -100 where not trained on.
+    mask = _integers(row, "loss_mask", most=1)
     if len(ids) != len(mask):
         raise BadInput(
             f"--data {row.address}: input_ids has {len(ids)} entries and loss_mask {len(mask)}; "
             "they must be equal"
         )
-    if len(ids) and ids.min() < 0:
-        raise BadInput(f"--data {row.address}: input_ids has {ids.min()}; ids start at 0")
-    return TokenIds(ids=ids.astype(np.int32), mask=mask != 0)
+    return TokenIds(ids=ids, mask=mask != 0)
 
 
-def _integers(row: Row, field: str) -> np.ndarray:
+def _integers(row: Row, field: str, *, most: int) -> np.ndarray:
     values = _list_of(row, field)
     for i, value in enumerate(values):
         if not isinstance(value, int):
             raise _wrong_type(row, f"{field}[{i}]", value, "a whole number")
-    return np.asarray(values, np.int64)
+        if not 0 <= value <= most:
+            raise BadInput(
+                f"--data {row.address}: {field}[{i}] is {value}; allowed are 0 to {most}"
+            )
+    return np.asarray(values, np.int32)
 
 
 def _list_of(row: Row, field: str) -> Sequence[Any]:

@@ -209,7 +209,10 @@ def test_nothing_kept_is_an_error(reader: CorpusReader, values: list[dict], word
         ({"input_ids": [1, 2]}, "without loss_mask"),
         ({"input_ids": [1, "2"], "loss_mask": [1, 1]}, r"input_ids\[1\] is a str"),
         ({"input_ids": [1, 2], "loss_mask": [1]}, "2 entries and loss_mask 1"),
-        ({"input_ids": [-1, 2], "loss_mask": [1, 1]}, "ids start at 0"),
+        ({"input_ids": [-1, 2], "loss_mask": [1, 1]}, r"input_ids\[0\] is -1"),
+        ({"input_ids": [5, 2**32], "loss_mask": [1, 1]}, r"input_ids\[1\] is 4294967296"),
+        ({"input_ids": [5, 2**70], "loss_mask": [1, 1]}, r"input_ids\[1\] is"),
+        ({"input_ids": [5, 6], "loss_mask": [-100, 1]}, r"loss_mask\[0\] is -100.*0 to 1"),
         ({"input_ids": [1, 99999], "loss_mask": [1, 1]}, "99999 is beyond"),
         ({"question": "Hi"}, "has the columns question"),
     ],
@@ -270,6 +273,26 @@ def test_unreadable_files(tmp_path: Path, name: str, content: str | None, words:
         (tmp_path / name).write_text(content)
     with pytest.raises(BadInput, match=f"--data .*{words}"):
         list(read_rows(str(tmp_path / name)))
+
+
+def test_damaged_gzip_is_bad_input(tmp_path: Path):
+    content = bytearray(gzip.compress("".join(f'{{"a": {i}}}\n' for i in range(9999)).encode()))
+    content[60:80] = bytes(20)
+    (tmp_path / "a.jsonl.gz").write_bytes(content)
+    with pytest.raises(BadInput, match="--data .*a.jsonl.gz cannot be read"):
+        list(read_rows(str(tmp_path / "a.jsonl.gz")))
+
+
+def test_name_that_no_file_can_have():
+    with pytest.raises(BadInput, match="--data x+ cannot be read"):
+        list(read_rows("x" * 5000))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_byte_order_mark_is_no_content(tmp_path: Path, name: str):
+    write_rows(tmp_path / name, [MESSAGES])
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + (tmp_path / name).read_bytes())
+    assert [row.values for row in read_rows(str(tmp_path / name))] == [MESSAGES]
 
 
 def test_hub_data_without_the_package(monkeypatch: pytest.MonkeyPatch):
