@@ -28,7 +28,7 @@ def info(config: InfoConfig) -> None:
     if config.json:
         click.echo(json.dumps(summary, indent=1))
         return
-    console = Console()
+    console = Console(markup=False)
     console.print(_overview(config.url, summary))
     console.print(_table("Sources", summary["sources"]))
     console.print(_lengths(summary["lengths"]))
@@ -192,7 +192,7 @@ def preview(config: PreviewConfig) -> None:
             + ", ".join(cache.plan.samples[i].id for i in cache.samples[:3])
         ) from None
     tokenizer = AutoTokenizer.from_pretrained(cache.target_path())
-    console = Console()
+    console = Console(markup=False)
     trained = supervised(document.loss_mask)
     console.print(
         f"{document.id} from {document.source}: {len(document.tokens)} tokens, "

@@ -224,7 +224,7 @@ def print_config(config: Any, *, out: str, title: str) -> None:
     table = Table(title=f"{title} → {out}", title_justify="left", show_header=False, box=None)
     for key, value in config_as_dict(config).items():
         table.add_row(f"--{key.replace('_', '-')}", "" if value is None else str(value))
-    Console(stderr=True).print(table)
+    Console(stderr=True, markup=False).print(table)
 
 
 def save_config(config: Any) -> str:
@@ -266,8 +266,8 @@ def _config_file_option(config: type) -> click.Option:
         if path is None:
             return
         try:
-            given = yaml.safe_load(path.read_text()) or {}
-        except yaml.YAMLError as problem:
+            given = yaml.safe_load(path.read_bytes()) or {}
+        except (yaml.YAMLError, UnicodeDecodeError) as problem:
             raise click.BadParameter(f"{path} is not YAML: {problem}") from problem
         if not isinstance(given, dict):
             raise click.BadParameter(f"{path} holds no mapping of option names to values")
@@ -278,7 +278,11 @@ def _config_file_option(config: type) -> click.Option:
                 f"{path} sets {', '.join(unknown)}, which this command does not have; "
                 "see --help for the names"
             )
-        context.default_map = {key: v for key, v in given.items() if v is not None}
+        context.default_map = {
+            key: [v] if known[key].metadata["multiple"] and not isinstance(v, list) else v
+            for key, v in given.items()
+            if v is not None
+        }
 
     return click.Option(
         ["--config"],

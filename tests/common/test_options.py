@@ -1,0 +1,46 @@
+"""Options from a file, and the table of all of them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import pytest
+
+from dflash_offline.common.options import click_command, exit_code_of, option, print_config
+
+SEEN: list["_Config"] = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Config:
+    data: tuple[str, ...] = option(help="Files.", multiple=True)
+    note: str | None = option(None, help="Whatever it is.")
+
+
+def see(config: _Config) -> None:
+    SEEN.append(config)
+
+
+def call(*args: str) -> int:
+    cli: click.Command = click_command(_Config, name="probe", help="Try.", run=f"{__name__}:see")
+    return exit_code_of(cli, list(args))
+
+
+@pytest.mark.parametrize("data", ["a.jsonl", "[a.jsonl]"], ids=["alone", "list"])
+def test_file_names_one_value_of_an_option_that_repeats(tmp_path: Path, data: str):
+    (tmp_path / "c.yaml").write_text(f"data: {data}\n")
+    assert call("--config", str(tmp_path / "c.yaml")) == 0
+    assert SEEN[-1].data == ("a.jsonl",)
+
+
+def test_file_that_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "c.yaml").write_bytes(b"data: \xff\n")
+    assert call("--config", str(tmp_path / "c.yaml")) == 2
+    assert "c.yaml is not YAML" in capsys.readouterr().err
+
+
+def test_brackets_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]):
+    print_config(_Config(note="think [THINK][/THINK]"), out="to/[b]", title="probe")
+    printed = capsys.readouterr().err
+    assert "[THINK][/THINK]" in printed
+    assert "to/[b]" in printed
