@@ -67,7 +67,8 @@ def _template_argument(text: str) -> tuple[str, Any]:
             "number or a string, as in enable_thinking=false"
         )
     try:
-        typed = json.loads(value)
+        # As Python writes them too: a template takes the text False for true.
+        typed = json.loads(value.lower() if value in ("True", "False") else value)
     except ValueError:
         return name, value
     return name, typed if isinstance(typed, bool | int | float) else value

@@ -263,10 +263,11 @@ def test_missing_template(tokenizer, tmp_path: Path):
 
 
 def test_template_arguments():
-    given = ("enable_thinking=false", "level=3", "ratio=0.5", "mode=fast", "quoted=[1]")
+    given = ("enable_thinking=false", "level=3", "ratio=0.5", "mode=fast", "quoted=[1]", "x=True")
     options = ChatOptions.from_options(chat_template_arg=given)
     expected = {"enable_thinking": False, "level": 3, "ratio": 0.5, "mode": "fast", "quoted": "[1]"}
-    assert options.chat_template_args == expected
+    # A template takes the text "False" for true.
+    assert options.chat_template_args == {**expected, "x": True}
     with pytest.raises(BadInput, match="--chat-template-arg thinking"):
         ChatOptions.from_options(chat_template_arg=("thinking",))
 
