@@ -61,6 +61,10 @@ class SampleOrder:
         """Return the number of samples of an epoch, over all stores."""
         return sum(stop - start for start, stop in self._shares(epoch))
 
+    def num_before(self, state: StreamState) -> int:
+        """Return the number of samples of a run that stands at `state`."""
+        return sum(map(self.epoch_length, range(state.epoch))) + state.position
+
     def take(self, state: StreamState, count: int) -> tuple[list[Draw], StreamState]:
         """Return the next `count` samples, across the ends of epochs, and the state after them."""
         draws: list[Draw] = []

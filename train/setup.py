@@ -78,7 +78,7 @@ class Setup:
     objective: Objective
     order: SampleOrder
     num_steps: int | None  # None: until the minutes are over
-    total_samples: int | None
+    total_samples: int | None  # those before `state` included
     state: RunState
     checkpoint: Path | None  # where `state` comes from
     memory: str = ""  # a line about what the run takes
@@ -150,11 +150,11 @@ class Setup:
     def samples_of_steps(self) -> Iterator[int]:
         """Yield the number of samples of every step still to come; the last may be smaller."""
         size = self.config.samples_per_step
-        if self.num_steps is None or self.total_samples is None:
+        if self.total_samples is None:
             yield from itertools.repeat(size)
             return
-        for step in range(self.state.step, self.num_steps):
-            yield min(size, self.total_samples - step * size)
+        for done in range(self.order.num_before(self.state.stream), self.total_samples, size):
+            yield min(size, self.total_samples - done)
 
 
 def prepare(config: TrainConfig, world: World) -> Setup:
@@ -181,7 +181,7 @@ def prepare(config: TrainConfig, world: World) -> Setup:
     if world.is_first:
         warn_of_short_documents(caches, wanted, shape.layout)
     order = _order(config, caches, wanted)
-    num_steps, total_samples = _length(config, order)
+    num_steps, total_samples = _length(config, order, state)
     learned = _learned(config, caches, shape)
     if checkpoint is not None:
         check_learned(state.learned, learned, config.out)
@@ -358,11 +358,15 @@ def _order(config: TrainConfig, caches: list[Cache], wanted: list[list[int]]) ->
     return SampleOrder(stores, config.seed)
 
 
-def _length(config: TrainConfig, order: SampleOrder) -> tuple[int | None, int | None]:
+def _length(
+    config: TrainConfig, order: SampleOrder, state: RunState
+) -> tuple[int | None, int | None]:
     """Return the run's steps and samples; None where only minutes bound it."""
     size = config.samples_per_step
+    # A run that goes on after its last epoch may have had a short step.
+    done = order.num_before(state.stream)
     if config.num_steps is not None:
-        return config.num_steps, config.num_steps * size
+        return config.num_steps, done + (config.num_steps - state.step) * size
     if config.num_epochs is None and config.max_minutes is not None:
         return None, None
     epochs = config.num_epochs if config.num_epochs is not None else _DEFAULT_EPOCHS
@@ -371,7 +375,7 @@ def _length(config: TrainConfig, order: SampleOrder) -> tuple[int | None, int | 
     samples += math.ceil((epochs - whole) * order.epoch_length(whole))
     if samples == 0:
         raise BadInput(f"--num-epochs {epochs} is less than one sample; raise it")
-    return math.ceil(samples / size), samples
+    return state.step + math.ceil((samples - done) / size), samples
 
 
 def _learned(config: TrainConfig, caches: list[Cache], shape: DrafterConfig) -> dict[str, Any]:

@@ -182,6 +182,11 @@ def test_epochs_and_the_last_short_step(config, small_store, tmp_path):
     state = json.loads((checkpoints(out)[-1] / "state.json").read_text())
     assert state["stream"] == {"epoch": 1, "position": 3}
     assert state["is_finished"] is True
+    # More epochs are whole ones, too: 2 samples of the second, then 5.
+    train(config(small_store[0], out, num_steps=None, num_epochs=3, resume=True))
+    state = json.loads((checkpoints(out)[-1] / "state.json").read_text())
+    assert state["stream"] == {"epoch": 3, "position": 0}
+    assert sorted(losses(out)) == [1, 2, 3, 4, 5, 6]
 
 
 def test_minutes_bound_a_run(config, small_store, tmp_path):
