@@ -95,7 +95,9 @@ def read_jobs(specs: Sequence[str], num_prompts: int | None, num_answers: int) -
     jobs = []
     for row in islice(rows, num_prompts):
         opening, questions = _questions(row)
-        digest = hashlib.sha256(json.dumps([*opening, *questions]).encode()).hexdigest()[:16]
+        digest = hashlib.sha256(
+            json.dumps([*opening, *questions], default=str).encode()
+        ).hexdigest()[:16]
         seen[digest] += 1
         repeat = f"x{seen[digest]}" if seen[digest] > 1 else ""
         given = row.values.get("id")
