@@ -4,12 +4,14 @@ import http.client
 import json
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from dflash_offline.common.errors import BadInput, Stopped
+from dflash_offline.common.prompts import is_unicode
 
 _TIMEOUT_S = 600.0
 _RETRY_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
@@ -62,7 +64,7 @@ class Endpoint:
                         f"--endpoint {self.url} refuses the request: {reason}; check --target "
                         "(the model's name at the server) and the options"
                     ) from problem
-            except (OSError, http.client.HTTPException, ValueError, LookupError) as problem:
+            except (OSError, http.client.HTTPException, ValueError) as problem:
                 reason = str(problem)
             if attempt < self.num_retries:
                 time.sleep(self.pause_s * 2**attempt)
@@ -72,10 +74,32 @@ class Endpoint:
         )
 
 
+def check_url(url: str) -> None:
+    """Refuse what is no address of a web server."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        is_web = parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:
+        is_web = False
+    if not is_web:
+        raise BadInput(
+            f"--endpoint {url} is no address of a server; give one as http://localhost:8000/v1"
+        )
+
+
 def _first_choice(content: bytes) -> dict[str, Any]:
-    reply = json.loads(content)
-    choice = reply["choices"][0]
-    if not isinstance(choice["message"].get("content") or "", str):
+    try:
+        reply = json.loads(content)
+        choice = reply["choices"][0]
+        tokens = (reply.get("usage") or {}).get("completion_tokens") or 0
+        message = choice["message"]
+        # vLLM has both names in its history.
+        reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
+        texts = [message.get("content") or "", reasoning]
+    except (ValueError, LookupError, TypeError, AttributeError) as problem:
+        start = content[:200].decode(errors="replace")
+        raise ValueError(f"the reply is no chat completion but {start!r}") from problem
+    if not all(isinstance(text, str) and is_unicode(text) for text in texts):
         raise ValueError("the answer's content is no text")
-    tokens = (reply.get("usage") or {}).get("completion_tokens", 0)
-    return {**choice, "completion_tokens": tokens}
+    message = {"content": texts[0], "reasoning_content": texts[1]}
+    return {**choice, "message": message, "completion_tokens": tokens}

@@ -1,12 +1,13 @@
 """Answers by a chat server, many conversations under way at a time."""
 
 import json
+import queue
+import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from dflash_offline.common.chat import ChatOptions
 from dflash_offline.common.errors import BadInput
-from dflash_offline.extract.endpoint import Endpoint
+from dflash_offline.extract.endpoint import Endpoint, check_url
 from dflash_offline.extract.generate_config import GenerateConfig
 from dflash_offline.extract.jobs import Answer, Job
 
@@ -25,6 +26,7 @@ class ServerAnswers:
                 "start the server with it"
             )
         assert config.endpoint is not None
+        check_url(config.endpoint)
         parameters = {
             "max_tokens": config.max_new_tokens,
             "temperature": config.temperature,
@@ -53,13 +55,32 @@ class ServerAnswers:
             BadInput: the server refuses a request.
             Stopped: the server fails for good.
         """
-        pool = ThreadPoolExecutor(self._config.concurrency)
+        todo: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        finished: queue.SimpleQueue[Job | BaseException] = queue.SimpleQueue()
+        is_over = threading.Event()
+
+        def work() -> None:
+            while not is_over.is_set() and (job := todo.get()) is not None:
+                try:
+                    finished.put(self._finish(job))
+                # Whatever it is, the main thread raises it.
+                except BaseException as problem:
+                    finished.put(problem)
+
+        num_threads = min(self._config.concurrency, len(jobs))
+        for each in [*jobs, *[None] * num_threads]:
+            todo.put(each)
+        # Daemons: after an error or a signal nobody waits for answers on their way.
+        for _ in range(num_threads):
+            threading.Thread(target=work, name="answer", daemon=True).start()
         try:
-            for done in as_completed([pool.submit(self._finish, job) for job in jobs]):
-                yield done.result()
+            for _ in jobs:
+                done = finished.get()
+                if isinstance(done, BaseException):
+                    raise done
+                yield done
         finally:
-            # After an error or a signal, what has not begun never does.
-            pool.shutdown(wait=False, cancel_futures=True)
+            is_over.set()
 
     def _finish(self, job: Job) -> Job:
         while job.finish_reason is None:
@@ -67,15 +88,17 @@ class ServerAnswers:
             prompt = self._options.system_prompt
             if prompt is not None and messages[0]["role"] != "system":
                 messages = [{"role": "system", "content": prompt}, *messages]
-            choice = self._endpoint.complete(messages, job.seed(self._config.seed))
+            try:
+                choice = self._endpoint.complete(messages, job.seed(self._config.seed))
+            except BadInput as problem:
+                raise BadInput(f"prompt {job.id}: {problem}") from problem
             message = choice["message"]
-            text = message.get("content") or ""
             job.take(
                 Answer(
-                    text=text,
+                    text=message["content"],
                     finish_reason=choice.get("finish_reason") or "stop",
                     num_tokens=choice["completion_tokens"],
-                    reasoning=message.get("reasoning_content") or "",
+                    reasoning=message["reasoning_content"],
                 )
             )
         return job
