@@ -38,7 +38,11 @@ class LocalAnswers:
         )
         # Models without position limit have no such key.
         self._context = getattr(text_config, "max_position_embeddings", None)
-        self.identity = chat_identity(self._tokenizer, options)
+        self.identity = {
+            **chat_identity(self._tokenizer, options),
+            "target_revision": config.target_revision,
+            "dtype": str(resolve_dtype(config.dtype, default_device())).removeprefix("torch."),
+        }
 
     def answer(self, jobs: Sequence[Job], watch: Watch) -> Iterator[Job]:
         """Yield the jobs as they are finished, in order, batch by batch.
@@ -107,5 +111,7 @@ class LocalAnswers:
         watch(0.0, 0)
         for job, each in zip(jobs, decoded, strict=True):
             text = self._tokenizer.decode(each.tokens, skip_special_tokens=True)
+            # A limit may stand between the bytes of a character, which the target did not write.
+            text = text.removesuffix("\ufffd") if each.is_cut else text
             reason = "length" if each.is_cut else "stop"
             job.take(Answer(text=text, finish_reason=reason, num_tokens=len(each.tokens)))

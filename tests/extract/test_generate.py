@@ -217,6 +217,8 @@ def test_signal_keeps_finished_batches(make_target, prompts, run, tmp_path, monk
         (("--system-prompt", "Hm."), "system_prompt is 'Hm.'"),
         (("--chat-template-arg", "enable_thinking=false"), "chat_template_args is"),
         (("--seed", 3), "seed is 3 but"),
+        (("--dtype", "bfloat16"), "dtype is 'bfloat16' but"),
+        (("--target-revision", "v2"), "target_revision is 'v2' but"),
     ],
 )
 def test_other_settings_are_refused(make_target, prompts, run, tmp_path, capsys, change, words):
@@ -259,6 +261,14 @@ def test_foreign_file_is_left_alone(make_target, prompts, run, tmp_path, capsys)
     )
     assert "line 1 is not an answer of this command" in capsys.readouterr().err
     assert out.read_text() == '{"a": 1}\n'
+
+
+def test_foreign_line_without_an_end_is_left_alone(make_target, prompts, run, tmp_path):
+    out = tmp_path / "prompts.json"
+    out.write_text('[{"prompt": "Hi"}]')
+    args = ("--target", make_target("qwen3"), "--data", prompts, "--out", out)
+    assert run(generate_command, *args) == 2
+    assert out.read_text() == '[{"prompt": "Hi"}]'
 
 
 class FakeServer(ThreadingHTTPServer):
