@@ -155,12 +155,22 @@ def exit_code_of(cli: click.Command, args: list[str] | None = None) -> int:
         _complain("stopped by a signal; what is committed is safe, run the same command to go on")
         return Stopped.exit_code
     except Exception as problem:
+        if (stopped := _stopped_before(problem)) is not None:
+            # A signal's exception came up inside a library, which made another of it.
+            _complain(str(stopped))
+            return stopped.exit_code
         if isinstance(problem, OSError) and problem.errno in _NO_ROOM:
             _complain(f"{problem}: what is committed is safe; free space and run the same command")
             return Stopped.exit_code
         traceback.print_exc()
         _complain(f"this is a bug in {cli.name}; please report the traceback above")
         return EXIT_BUG
+
+
+def _stopped_before(problem: BaseException | None) -> Stopped | None:
+    while problem is not None and not isinstance(problem, Stopped):
+        problem = problem.__context__
+    return problem
 
 
 def _complain(message: str) -> None:

@@ -1,5 +1,8 @@
 """Options from a file, and the table of all of them."""
 
+import os
+import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,12 +20,21 @@ class _Config:
     note: str | None = option(None, help="Whatever it is.")
 
 
+def be_stopped(_config: _Config) -> None:
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+    except RuntimeError:
+        raise AttributeError("no such operator") from None
+
+
 def see(config: _Config) -> None:
     SEEN.append(config)
 
 
-def call(*args: str) -> int:
-    cli: click.Command = click_command(_Config, name="probe", help="Try.", run=f"{__name__}:see")
+def call(*args: str, function: str = "see") -> int:
+    run = f"{__name__}:{function}"
+    cli: click.Command = click_command(_Config, name="probe", help="Try.", run=run)
     return exit_code_of(cli, list(args))
 
 
@@ -37,6 +49,11 @@ def test_file_that_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     (tmp_path / "c.yaml").write_bytes(b"data: \xff\n")
     assert call("--config", str(tmp_path / "c.yaml")) == 2
     assert "c.yaml is not YAML" in capsys.readouterr().err
+
+
+def test_signal_that_a_library_makes_another_error_of(capsys: pytest.CaptureFixture[str]):
+    assert call(function="be_stopped") == 3
+    assert capsys.readouterr().err.startswith("error: stopped by SIGTERM")
 
 
 def test_brackets_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]):
