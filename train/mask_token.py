@@ -35,7 +35,7 @@ class MaskToken:
 class TokenizerFacts:
     """What the choice depends on, without loading a tokenizer."""
 
-    size: int | None = None  # ids 0 to size - 1 are tokens; None without a tokenizer
+    size: int | None = None  # from this id on there are no tokens; None without a tokenizer
     mask: int | None = None
     special: dict[int, str] = field(default_factory=dict)
     # Padding, end, unknown and beginning of a sequence, by name.
@@ -98,7 +98,8 @@ def tokenizer_facts(cache: Cache) -> TokenizerFacts:
     }
     added = tokenizer.get_added_tokens_decoder()
     return TokenizerFacts(
-        size=tokenizer.get_vocab_size(with_added_tokens=True),
+        # Ids may have gaps: a count of tokens may be one's id.
+        size=max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1,
         mask=roles.get("mask"),
         special={id: token.content for id, token in added.items() if token.special},
         taken=taken,

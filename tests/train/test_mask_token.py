@@ -15,9 +15,12 @@ WORDS = [f"w{number}" for number in range(90)]
 SPECIAL = ["<pad>", "<eos>", "<unk>", "<bos>", "<empty_output>", "<|reserved_1|>"]  # 90 to 95
 
 
-def tokenizer_files(specials: list[str], roles: dict[str, str]) -> dict[str, bytes]:
-    words = [*WORDS, *specials]
-    tokenizer = Tokenizer(WordLevel({word: id for id, word in enumerate(words)}, unk_token="w0"))
+def tokenizer_files(
+    specials: list[str], roles: dict[str, str], first_special: int
+) -> dict[str, bytes]:
+    ids = {word: id for id, word in enumerate(WORDS)}
+    ids |= {word: id for id, word in enumerate(specials, start=first_special)}
+    tokenizer = Tokenizer(WordLevel(ids, unk_token="w0"))
     tokenizer.add_special_tokens(specials)
     return {
         "tokenizer.json": tokenizer.to_str().encode(),
@@ -29,14 +32,14 @@ def tokenizer_files(specials: list[str], roles: dict[str, str]) -> dict[str, byt
 def cache_with(corpus_maker, tmp_path):
     """Make a store of 97 embedding rows whose tokenizer has 90 words and the given specials."""
 
-    def make(specials=SPECIAL, used=(), **roles) -> Cache:
+    def make(specials=SPECIAL, used=(), first_special=90, **roles) -> Cache:
         roles = {
             "pad_token": "<pad>",
             "eos_token": {"content": "<eos>"},
             "unk_token": "<unk>",
         } | roles
         corpus = corpus_maker()
-        corpus.target_files |= tokenizer_files(specials, roles)
+        corpus.target_files |= tokenizer_files(specials, roles, first_special)
         for tokens in corpus.tokens:
             tokens[:] = tokens % 90
         if used:
@@ -77,6 +80,9 @@ def test_then_a_row_beyond_the_tokenizer(cache_with):
     assert choose_mask_token([cache], EMBED).id == 96
     smaller = cache_with(specials=SPECIAL[:4])
     assert choose_mask_token([smaller], with_zero_rows(94)).id == 95
+    # 94 tokens, and one of them is 94.
+    with_gap = cache_with(specials=SPECIAL[:4], first_special=91)
+    assert choose_mask_token([with_gap], EMBED).id == 95
 
 
 def test_then_a_special_token_that_the_corpus_leaves_free(cache_with):
