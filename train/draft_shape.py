@@ -51,7 +51,7 @@ def new_drafter_config(
             what a drafter needs.
     """
     base = _from_target(cache, head, layers, mask_token_id).to_json()
-    file = _read_file(wishes.draft_config) if wishes.draft_config else {}
+    file = read_draft_config(wishes.draft_config)
     merged = _merge(base, file)
     merged["dflash_config"]["mask_token_id"] = mask_token_id
     if wishes.draft_layers is not None and wishes.draft_layers != merged["num_hidden_layers"]:
@@ -64,7 +64,7 @@ def new_drafter_config(
         merged["num_hidden_layers"] = wishes.draft_layers
         merged["layer_types"] = given[:1] * wishes.draft_layers if given else None
     shape = with_wishes(DrafterConfig.from_json(merged), wishes)
-    _check_kept(file, shape, wishes)
+    check_kept(file, shape, wishes)
     return shape
 
 
@@ -74,11 +74,6 @@ def with_wishes(config: DrafterConfig, wishes: ShapeWishes) -> DrafterConfig:
     if wishes.block_size is not None:
         changed["block_size"] = changed["dflash_config"]["block_size"] = wishes.block_size
     return DrafterConfig.from_json(changed)
-
-
-def mask_token_of(path: Path | None) -> int | None:
-    """Return the mask token that a `--draft-config` names, if it does."""
-    return (_read_file(path).get("dflash_config") or {}).get("mask_token_id") if path else None
 
 
 def head_for(head: TargetHead, config: DrafterConfig, *, has_teacher: bool) -> TargetHead:
@@ -134,6 +129,33 @@ def check_fits(config: DrafterConfig, cache: Cache, source: str) -> None:
         )
 
 
+def check_kept(file: Mapping[str, Any], shape: DrafterConfig, wishes: ShapeWishes) -> None:
+    """Refuse a `--draft-config` with a key that says something else than what the drafter is.
+
+    Raises:
+        BadInput: names the key and both values.
+    """
+    made = shape.to_json()
+    neutral = {"causal": made.get("is_causal"), "output_multiplier": 1.0}
+    neutral["input_embedding_scale"] = 1.0
+    overridden = {"dflash_config", "mask_token_id"}
+    if wishes.draft_layers is not None:
+        overridden |= {"num_hidden_layers", "layer_types"}
+    if wishes.block_size is not None:
+        overridden.add("block_size")
+    for given, kept in (
+        (file, made),
+        (file.get("dflash_config") or {}, neutral | made["dflash_config"]),
+    ):
+        for key in sorted(set(given) - _IGNORED_KEYS - overridden):
+            # Zero and false are other spellings of none.
+            if (given[key] or None) not in (None, kept.get(key)):
+                raise BadInput(
+                    f"--draft-config sets {key} to {given[key]}, but the drafter that it goes "
+                    f"with has {kept.get(key)}; drop it, or set the keys that it depends on"
+                )
+
+
 def _from_target(
     cache: Cache, head: TargetHead, layers: tuple[int, ...], mask_token_id: int
 ) -> DrafterConfig:
@@ -181,7 +203,14 @@ def _needed(config: Mapping[str, Any], key: str) -> int:
     return int(value)
 
 
-def _read_file(path: Path) -> dict[str, Any]:
+def read_draft_config(path: Path | None) -> dict[str, Any]:
+    """Return what a `--draft-config` says, nothing where there is none.
+
+    Raises:
+        BadInput: it cannot be read, or holds something else.
+    """
+    if path is None:
+        return {}
     try:
         given = json.loads(path.read_text())
     except (OSError, ValueError) as problem:
@@ -218,26 +247,3 @@ def _merge(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     elif "rope_parameters" in given and "rope_theta" not in given:
         merged["rope_theta"] = None
     return merged
-
-
-def _check_kept(file: Mapping[str, Any], shape: DrafterConfig, wishes: ShapeWishes) -> None:
-    """Refuse a file with a key that says something else than what the drafter became."""
-    made = shape.to_json()
-    neutral = {"causal": made.get("is_causal"), "output_multiplier": 1.0}
-    neutral["input_embedding_scale"] = 1.0
-    overridden = {"dflash_config", "mask_token_id"}
-    if wishes.draft_layers is not None:
-        overridden |= {"num_hidden_layers", "layer_types"}
-    if wishes.block_size is not None:
-        overridden.add("block_size")
-    for given, kept in (
-        (file, made),
-        (file.get("dflash_config") or {}, neutral | made["dflash_config"]),
-    ):
-        for key in sorted(set(given) - _IGNORED_KEYS - overridden):
-            # Zero and false are other spellings of none.
-            if (given[key] or None) not in (None, kept.get(key)):
-                raise BadInput(
-                    f"--draft-config sets {key} to {given[key]}, but beside the other keys it "
-                    f"would be {kept.get(key)}; drop it, or set what it goes with"
-                )

@@ -24,9 +24,10 @@ from dflash_offline.train.distributed import World
 from dflash_offline.train.draft_shape import (
     ShapeWishes,
     check_fits,
+    check_kept,
     head_for,
-    mask_token_of,
     new_drafter_config,
+    read_draft_config,
     with_wishes,
 )
 from dflash_offline.train.drafter import Drafter
@@ -279,8 +280,15 @@ def _shape(
         draft_layers=config.draft_layers,
         block_size=config.block_size,
     )
+    file = read_draft_config(config.draft_config)
     if checkpoint is not None:
         shape = load_drafter_config(checkpoint)
+        check_kept(file, shape, wishes)
+        if config.mask_token_id not in (None, shape.mask_token_id):
+            raise BadInput(
+                f"--mask-token-id {config.mask_token_id} given, but the run in {config.out} has "
+                f"{shape.mask_token_id}; drop it, or choose another --out"
+            )
         for cache in caches:
             check_fits(shape, cache, f"the run in {config.out}")
         return shape, MaskToken(id=shape.mask_token_id, reason="the run's own")
@@ -293,7 +301,7 @@ def _shape(
         caches,
         head.embed,
         given=config.mask_token_id,
-        in_file=mask_token_of(config.draft_config),
+        in_file=(file.get("dflash_config") or {}).get("mask_token_id"),
         initial=initial.mask_token_id if initial else None,
     )
     if initial is not None:

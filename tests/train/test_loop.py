@@ -216,6 +216,12 @@ def test_other_options_are_refused_when_a_run_goes_on(config, small_store, tmp_p
         (name,) = change
         with pytest.raises(BadInput, match=f"--{name.replace('_', '-')}: {change[name]} given"):
             train(config(small_store[0], out, num_steps=4, resume=True, **change))
+    file = tmp_path / "draft.json"
+    file.write_text('{"intermediate_size": 40}')
+    with pytest.raises(BadInput, match="intermediate_size to 40, but the drafter .* has 96"):
+        train(config(small_store[0], out, num_steps=4, resume=True, draft_config=file))
+    with pytest.raises(BadInput, match="--mask-token-id 7 given, but the run in .* has 96"):
+        train(config(small_store[0], out, num_steps=4, resume=True, mask_token_id=7))
 
 
 def test_checkpoints_rotate(config, small_store, tmp_path):
