@@ -87,7 +87,7 @@ class RemoveConfig:
     url: str = option(help=_URL, argument=True, metavar="URL")
     storage_option: tuple[str, ...] = _storage_option()
     where: str | None = option(
-        help="Give up the packs that hold only samples meeting this condition.", required=False
+        help="Take out the samples that meet this condition, and no others.", required=False
     )
     yes: bool = option(False, help="Do not ask.")
 
@@ -131,7 +131,7 @@ _COMMANDS = (
     (
         RemoveConfig,
         "rm",
-        "Remove a store, or the packs that hold only samples of a condition.",
+        "Remove a store, or the samples that meet a condition: their states and their tokens.",
         "dflash-cache rm demo-out/cache --where 'source == \"code\"'",
         "dflash_offline.common.cache_edit:remove",
     ),

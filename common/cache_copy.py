@@ -102,6 +102,9 @@ def _refuse_other_content(source: Blobs, destination: Blobs) -> None:
 
 def _copy_object(source: Blobs, destination: Blobs, key: str) -> None:
     if exists(destination, key):
+        # An append has raised its number of packs since.
+        if key.endswith(f"/{GROUP_KEY}") and destination.read(key) != source.read(key):
+            destination.replace(key, source.read(key))
         return
     size = source.size(key)
     destination.create(
@@ -182,6 +185,8 @@ def _wanted_layers(cache: Cache, layers: str | None) -> tuple[int, ...]:
         wanted = tuple(int(part) for part in layers.split(","))
     except ValueError:
         raise BadInput(f"--layers {layers} is no list of numbers; write 1,9,17") from None
+    if len(set(wanted)) < len(wanted):
+        raise BadInput(f"--layers {layers} repeats an id; name each once")
     missing = [layer for layer in wanted if layer not in cache.schema.layers]
     if missing:
         held = ",".join(map(str, cache.schema.layers))
@@ -190,6 +195,8 @@ def _wanted_layers(cache: Cache, layers: str | None) -> tuple[int, ...]:
 
 
 def _wanted_samples(cache: Cache, where: str | None) -> list[int]:
+    if not cache.samples:
+        raise BadInput(f"SRC {cache.blobs.url} has no sample left that can be read; copy another")
     if where is None:
         return cache.samples
     meets = select(cache.plan, where)

@@ -2,7 +2,7 @@
 so that a crash in between changes nothing that a reader sees.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import click
@@ -10,11 +10,13 @@ import numpy as np
 from rich.progress import track
 
 from dflash_offline.common.blobs import Blobs, is_temporary
-from dflash_offline.common.cache import Cache, open_cache
+from dflash_offline.common.cache import Cache, Document, open_cache
 from dflash_offline.common.cache_cli import RemoveConfig, RepairConfig
 from dflash_offline.common.cache_verify import broken_packs, check_shard, find_file_problems
 from dflash_offline.common.errors import DamagedStore, FoundProblems
 from dflash_offline.common.pack_index import damaged_indexes, scan_records, write_pack_index
+from dflash_offline.common.quantize import EncodedStates
+from dflash_offline.common.records import REMOVED
 from dflash_offline.common.store import (
     COMMIT,
     FINAL,
@@ -43,8 +45,10 @@ def repair(config: RepairConfig) -> None:
         cache = Cache(blobs, index=index)
         broken = broken_packs(cache)
         if config.retry_quarantined:
-            bad = {pack for pack, (_, members) in index.packs.items() if members}
-            broken |= dict.fromkeys(bad - set(broken), "holds quarantined samples")
+            bad = {pack for pack, (_, members) in index.packs.items() if members} - set(broken)
+            # What `rm` took stays away.
+            bad = {p for p in bad if REMOVED not in cache.record(p)["quarantined"].values()}
+            broken |= dict.fromkeys(bad, "holds quarantined samples")
         for pack, reason in sorted(broken.items()):
             click.echo(f"pack {pack} given up: {reason}")
         for key in unreadable:
@@ -124,36 +128,50 @@ def _rewrite_without(store: Store, cache: Cache, pack: int, gone: set[int]) -> N
     """Commit a pack again with zeros where the removed samples were."""
     members = store.pack_samples(pack)
     readable = [index for index in members if index in cache.samples and index not in gone]
-    documents = {d.index: d for d in cache.read_many(readable)} if readable else {}
-    features, final, best = _lay_out(cache, members, documents)
-    reasons = {i: cache.record(pack)["quarantined"].get(i, "removed") for i in members}
+    documents: dict[int, Any] = {}
+    features, final = None, None
+    if cache.schema.is_coded:
+        # As codes: states that are coded twice would lose twice.
+        coded = cache.read_codes(members)
+        documents = {d.index: d for d in coded if d.index in readable}
+        kept = [d.states if d.index in documents else d.states.zeros() for d in coded]
+        features = EncodedStates.joined(kept)
+    else:
+        documents = {d.index: d for d in cache.read_many(readable)}
+        features, final = _lay_out(cache, members, documents)
+    k, lengths = cache.schema.num_topk, (cache.plan.samples[index].length for index in members)
+    best = [
+        documents[index].topk if index in documents else TopK.zeros(length, k)
+        for index, length in zip(members, lengths, strict=True)
+    ]
+    reasons = {i: cache.record(pack)["quarantined"].get(i, REMOVED) for i in members}
     tokens, masks = (
         {i: getattr(d, name) for i, d in documents.items()} for name in ("tokens", "loss_mask")
     )
     store.drop_packs({pack})
     store.rewrite_tokens(pack, tokens, masks)
     gone_now = {i: r for i, r in reasons.items() if i not in documents}
-    store.commit_pack(pack, features, final, topk=best, quarantined=gone_now)
+    store.commit_pack(
+        pack, features, final, topk=TopK.joined(best) if k else None, quarantined=gone_now
+    )
 
 
 def _lay_out(
-    cache: Cache, members: list[int], documents: dict[int, Any]
-) -> tuple[np.ndarray, np.ndarray | None, TopK | None]:
-    """Return states [K, tokens, H] and [tokens, H] and best tokens; zeros without a document."""
+    cache: Cache, members: list[int], documents: Mapping[int, Document]
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return states [K, tokens, H] and [tokens, H]; zeros without a document."""
     schema = cache.schema
     lengths = [cache.plan.samples[index].length for index in members]
     features = np.zeros((len(schema.layers), sum(lengths), schema.hidden), np.uint16)
     final = np.zeros(features.shape[1:], np.uint16) if FINAL in schema.state_arrays else None
-    k, best = schema.num_topk, []
     start = 0
     for index, length in zip(members, lengths, strict=True):
-        best.append(documents[index].topk if index in documents else TopK.zeros(length, k))
         if index in documents:
             features[:, start : start + length] = documents[index].features
             if final is not None:
                 final[start : start + length] = documents[index].final
         start += length
-    return features, final, TopK.joined(best) if k else None
+    return features, final
 
 
 def _remove_store(config: RemoveConfig) -> None:

@@ -183,6 +183,8 @@ def preview(config: PreviewConfig) -> None:
     from transformers import AutoTokenizer
 
     cache = open_cache(config.url, partial=True, storage_options=config.storage_option)
+    if not cache.samples:
+        raise BadInput(f"{config.url} has no sample left that can be read")
     sample_id = config.sample or cache.plan.samples[cache.samples[0]].id
     try:
         document = cache[sample_id]

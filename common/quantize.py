@@ -110,6 +110,18 @@ class EncodedStates:
             exact=self.exact[kept],
         )
 
+    def zeros(self) -> "EncodedStates":
+        """Return as many rows that hold nothing."""
+        has_final = self.final_codes is not None
+        return EncodedStates(
+            codes=torch.zeros_like(self.codes),
+            scales=torch.zeros_like(self.scales),
+            final_codes=torch.zeros_like(self.final_codes) if has_final else None,
+            final_scales=torch.zeros_like(self.final_scales) if has_final else None,
+            exact_rows=self.exact_rows[:0],
+            exact=self.exact[:0],
+        )
+
     @staticmethod
     def joined(parts: Sequence["EncodedStates"]) -> "EncodedStates":
         """Return the rows of several one after the other."""

@@ -20,6 +20,8 @@ from dflash_offline.common.errors import DamagedStore
 if TYPE_CHECKING:
     from dflash_offline.common.store import Plan
 
+# Why a sample that `dflash-cache rm` took is quarantined: nothing is wrong with its pack.
+REMOVED = "removed"
 PLAN_FILES = ("samples.parquet", "batches.parquet", "plan.json")
 _SEAL = b',"sha256":"%b"}\n'
 _COPY_BYTES = 16 << 20

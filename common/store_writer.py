@@ -17,7 +17,6 @@ import numpy as np
 from dflash_offline.common import records
 from dflash_offline.common.blobs import Blobs, blobs_at
 from dflash_offline.common.calibration_file import calibration_files, read_calibration
-from dflash_offline.common.errors import BadInput
 from dflash_offline.common.identity import Identity
 from dflash_offline.common.lease import Joined, Ownership, take_ownership
 from dflash_offline.common.pack_arrays import inner_chunks, state_arrays
@@ -124,7 +123,7 @@ class Store:
                 append_plan(blobs, new)
             store._load()
             store._drop_uncommitted()
-            store._restore_tokens(tokens, masks)
+            store._restore_tokens(plan, tokens, masks)
         except BaseException:
             lock.release()
             raise
@@ -209,10 +208,11 @@ class Store:
         """Samples of committed packs whose states are zeros, with their pack."""
         return {sample: pack for pack, (_, bad) in self._index.packs.items() for sample in bad}
 
-    def why_quarantined(self, sample: int) -> str:
-        """Return the reason that a sample's commit record gives."""
-        record = read_record(self.blobs, self._index, self.quarantined[sample])
-        return record["quarantined"][sample]
+    def why_quarantined(self) -> dict[int, str]:
+        """Return the reasons that commit records give, by sample."""
+        packs = sorted(set(self.quarantined.values()))
+        found = (read_record(self.blobs, self._index, pack)["quarantined"] for pack in packs)
+        return {sample: reason for each in found for sample, reason in each.items()}
 
     def pack_samples(self, pack: int) -> list[int]:
         """Return the sample indices of a pack, in order of their start."""
@@ -348,27 +348,27 @@ class Store:
             self.blobs.delete(shard_key(name, pack))
             self._token_files[pack][name] = write_shard(self.blobs, self.schema, name, pack, [row])
 
-    def _restore_tokens(self, tokens: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> None:
-        """Write token shards that a repair gave up, if the corpus is at hand and still the same."""
-        first = len(self.plan.samples) - len(tokens)
+    def _restore_tokens(
+        self, plan: Plan, tokens: Sequence[np.ndarray], masks: Sequence[np.ndarray]
+    ) -> None:
+        """Write token shards that a repair gave up, where the corpus of their plan is at hand."""
+        stored, given = self.plan.column("content_hash"), plan.column("content_hash")[: len(tokens)]
+        # Of several plans the one whose samples these are.
+        starts = np.flatnonzero(stored == given[0]) if len(tokens) else ()
+        own = (at for at in starts if np.array_equal(stored[at:][: len(given)], given))
+        if (first := next(own, None)) is None:
+            return
         # One listing an array: asking for each shard costs a request a pack on object storage.
         present = {key for name in (TOKENS, LOSS_MASK) for key in self.blobs.list(f"{name}/c")}
         for pack in set(range(self.plan.num_packs)) - self.committed:
             for name, per_sample in ((TOKENS, tokens), (LOSS_MASK, masks)):
                 members = self._packs[pack]
-                if shard_key(name, pack) in present or min(members) < first:
+                is_given = first <= min(members) and max(members) < first + len(given)
+                if shard_key(name, pack) in present or not is_given:
                     continue
-                given = {index: per_sample[index - first] for index in members}
-                row = token_row(self.schema, self.plan, name, given)
-                if (
-                    write_shard(self.blobs, self.schema, name, pack, [row])
-                    != self._token_files[pack][name]
-                ):
-                    self.blobs.delete(shard_key(name, pack))
-                    raise BadInput(
-                        f"--data gives other tokens for pack {pack} than the store was planned "
-                        "with; give the files of the first run"
-                    )
+                values = {index: per_sample[index - first] for index in members}
+                row = token_row(self.schema, self.plan, name, values)
+                write_shard(self.blobs, self.schema, name, pack, [row])
 
     def _drop_uncommitted(self) -> None:
         """Delete what an interrupted run left: temporary files, shards and records that do not

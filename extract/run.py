@@ -17,6 +17,7 @@ from dflash_offline.common.errors import BadInput, FoundProblems, Stopped
 from dflash_offline.common.identity import Identity
 from dflash_offline.common.options import config_as_dict, print_config
 from dflash_offline.common.progress import JsonLog, format_seconds
+from dflash_offline.common.records import REMOVED
 from dflash_offline.common.store import MANIFEST_KEY, exists
 from dflash_offline.common.store_checks import refuse_small_disk
 from dflash_offline.common.store_size import estimate_bytes
@@ -267,11 +268,15 @@ def _end_sentence(config: ExtractConfig, store: Store, total: Tally) -> str:
 
 
 def _refuse_too_many_bad(config: ExtractConfig, store: Store) -> None:
-    samples, bad = len(store.plan.samples), store.quarantined
-    if len(bad) > samples * config.max_bad / 100:
+    samples = len(store.plan.samples)
+    most = samples * config.max_bad / 100
+    if len(store.quarantined) <= most:
+        return
+    bad = {index: why for index, why in store.why_quarantined().items() if why != REMOVED}
+    if len(bad) > most:
         index = min(bad)
         raise FoundProblems(
             f"{len(bad)} of {samples} samples are quarantined, more than --max-bad "
             f"{config.max_bad} %: the first is {store.plan.samples[index].id} "
-            f"({store.why_quarantined(index)}); they are left out when the store is read"
+            f"({bad[index]}); they are left out when the store is read"
         )

@@ -128,6 +128,20 @@ def test_repair_restores_token_shards_from_the_corpus(small_store):
     assert run("verify", "--deep", url) == 0
 
 
+@pytest.mark.parametrize("plan", [0, 1])
+def test_repair_restores_token_shards_of_every_plan(small_store, corpus_maker, plan):
+    url, corpus = small_store
+    more = corpus_maker(seed=5, source="more")
+    with more.open(url, append=True) as store:
+        more.commit(store, first_pack=4)
+    flip(Path(url) / shard_key(TOKENS, 4 * plan), 9)
+    assert run("repair", url) == 0
+    with (corpus, more)[plan].open(url, append=plan == 1) as store:
+        (corpus, more)[plan].commit(store, [0], first_pack=4 * plan)
+    assert run("verify", "--deep", url) == 0
+    assert open_cache(url).is_complete
+
+
 def test_repair_says_what_it_cannot_mend(small_store, capsys):
     url, _ = small_store
     flip(Path(url) / "target/config.json", 30)
@@ -145,6 +159,15 @@ def test_repair_retries_quarantined(tmp_path, corpus_maker):
     assert open_cache(str(tmp_path / "s")).num_quarantined == 1
     assert run("repair", "--retry-quarantined", tmp_path / "s") == 0
     assert open_cache(str(tmp_path / "s"), partial=True).packs == [1, 2, 3]
+
+
+def test_repair_does_not_retry_what_rm_took(small_store):
+    url, _ = small_store
+    assert run("rm", url, "--yes", "--where", 'id == "test:1"') == 0
+    assert run("repair", "--retry-quarantined", url) == 0
+    cache = open_cache(url)
+    assert cache.num_quarantined == 1
+    assert cache.is_complete
 
 
 @pytest.mark.parametrize("damage", ["index", "record of a pack that the index holds"])
@@ -168,6 +191,18 @@ def test_copy_of_everything(small_store, tmp_path):
     assert run("copy", url, tmp_path / "copy") == 0
     assert (tmp_path / "copy" / shard_key(FEATURES, 0)).stat().st_mtime_ns == untouched
     assert run("verify", "--deep", tmp_path / "copy") == 0
+
+
+def test_copy_follows_an_append(small_store, tmp_path, corpus_maker):
+    url, _ = small_store
+    assert run("copy", url, tmp_path / "copy") == 0
+    more = corpus_maker(seed=5, source="more")
+    with more.open(url, append=True) as store:
+        more.commit(store, first_pack=4)
+    assert run("copy", url, tmp_path / "copy") == 0
+    assert run("verify", "--deep", tmp_path / "copy") == 0
+    for name, states in all_states(url).items():
+        np.testing.assert_array_equal(states, all_states(str(tmp_path / "copy"))[name])
 
 
 def test_copy_of_a_part(tmp_path, corpus_maker):
@@ -200,6 +235,8 @@ def test_copy_refuses_damage_and_strangers(small_store, tmp_path, corpus_maker, 
     assert "holds another store" in capsys.readouterr().err
     assert run("copy", url, tmp_path / "c", "--layers", "2") == 2
     assert run("copy", url, tmp_path / "c", "--where", "length > 1000") == 2
+    assert run("copy", url, tmp_path / "c", "--layers", "3,3") == 2
+    assert "--layers 3,3 repeats an id" in capsys.readouterr().err
     assert not (tmp_path / "c").exists()
     flip(Path(url) / shard_key(FEATURES, 1))
     assert run("copy", url, tmp_path / "c") == 1
@@ -224,6 +261,16 @@ def test_rm_of_samples(small_store):
         assert corpus.tokens[index].tobytes() not in raw
     assert corpus.tokens[3].tobytes() in raw
     assert run("verify", "--deep", url) == 0
+
+
+def test_store_without_samples(small_store, tmp_path, capsys):
+    url, _ = small_store
+    assert run("rm", url, "--yes", "--where", "length > 0") == 0
+    assert run("info", url) == 0
+    assert run("verify", "--deep", url) == 0
+    for command in (("preview", url), ("copy", url, tmp_path / "c", "--layers", "3")):
+        assert run(*command) == 2
+        assert "has no sample left" in capsys.readouterr().err
 
 
 def test_rm_of_a_store(small_store):

@@ -226,6 +226,25 @@ def test_quarantined_sample_of_codes(tmp_path, corpus_maker):
     assert cache.read(0).features.any()
 
 
+@pytest.mark.parametrize("codec", ["int8", "int4", "int3"])
+def test_rm_leaves_the_codes_of_others(tmp_path, corpus_maker, codec):
+    corpus = corpus_maker(codec=codec, teacher="final")
+    with corpus.open(tmp_path / "s") as store:
+        calibrate(store, corpus)
+        corpus.commit(store)
+    before = open_cache(str(tmp_path / "s")).read_many([0, 2, 3, 4, 5])
+    where = ["--where", 'id == "test:1"']
+    with pytest.raises(SystemExit, match="0"):
+        cache_command(["rm", str(tmp_path / "s"), "--yes", *where])
+    cache = open_cache(str(tmp_path / "s"))
+    assert cache.samples == [0, 2, 3, 4, 5]
+    for old, new in zip(before, cache.read_many(cache.samples), strict=True):
+        np.testing.assert_array_equal(new.features, old.features)
+        np.testing.assert_array_equal(new.final, old.final)
+    with pytest.raises(SystemExit, match="0"):
+        cache_command(["verify", "--deep", str(tmp_path / "s")])
+
+
 def test_appended_packs_use_the_same_calibration(tmp_path, corpus_maker):
     first, second = corpus_maker(codec="int8"), corpus_maker(codec="int8", seed=1, source="b")
     int_store(tmp_path / "s", first)

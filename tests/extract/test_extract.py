@@ -220,6 +220,13 @@ def test_append_adds_data(make_target, write_corpus, run, tmp_path):
     assert_content(folder, cache)
 
 
+def test_samples_that_rm_took_are_not_bad(make_target, write_corpus, run, tmp_path):
+    args = ("--target", make_target("qwen3"), "--data", write_corpus(5), "--out", tmp_path / "s")
+    assert run(extract_command, *args, *SMALL) == 0
+    assert run(cache_command, "rm", tmp_path / "s", "--yes", "--where", 'id == "row-1"') == 0
+    assert run(extract_command, *args, *SMALL) == 0
+
+
 def test_dry_run_writes_nothing(make_target, write_corpus, run, tmp_path, capsys):
     args = ("--target", make_target("qwen3"), "--data", write_corpus(5), "--out", tmp_path / "s")
     assert run(extract_command, *args, *SMALL, "--dry-run") == 0
