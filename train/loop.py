@@ -156,16 +156,13 @@ class Run:
         self._state = replace(self._state, step=self._state.step + 1, stream=given.state)
 
     def _counts(self, given: StepInput) -> Counts:
-        setup = self._setup
+        shape = self._setup.drafter.config
         return Counts(
             tokens=given.num_tokens,
             rows=given.num_rows,
             flops=sum(
-                pass_flops(
-                    setup.drafter.config,
-                    each.tables,
-                    with_teacher=setup.objective.terms.need_teacher,
-                )
+                # The target's states are there where its logits are made of them.
+                pass_flops(shape, each.tables, with_teacher=each.final is not None)
                 for each in given.passes
             ),
             bytes_read=given.num_bytes,

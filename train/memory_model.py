@@ -254,7 +254,7 @@ def _load_of(
         context=context,
         chunk_rows=head.chunk_rows,
         head_copies=1 if head.weight is head.embed else 2,
-        has_teacher=parse_loss(config.loss).terms.need_teacher,
+        has_teacher=parse_loss(config.loss).terms.need_teacher and not caches[0].schema.num_topk,
         optimizer=config.optimizer,
         has_average=config.ema is not None,
         has_noise=config.noise > 0,

@@ -18,10 +18,14 @@ from dflash_offline.common.topk import TopK, predicts
 from dflash_offline.train import loop
 from dflash_offline.train.checkpoint import checkpoints
 from dflash_offline.train.cli import main
+from dflash_offline.train.distributed import World
 from dflash_offline.train.export import load_drafter
 from dflash_offline.train.loop import Run, train, train_step
+from dflash_offline.train.order import StreamState
 from dflash_offline.train.report import write_report
 from dflash_offline.train.run_log import RunLog
+from dflash_offline.train.setup import prepare
+from dflash_offline.train.stream import StepBuilder
 
 
 def records(out: Path, kind: str) -> list[dict]:
@@ -314,10 +318,9 @@ def test_what_the_teacher_changes(config, corpus_maker, tmp_path):
     assert len(found) == 3
 
 
-def test_a_teacher_of_best_tokens(config, corpus_maker, tmp_path):
-    corpus = corpus_maker(teacher="topk:5")
+def store_best_tokens(corpus, folder: Path) -> None:
     rng = np.random.default_rng(0)
-    with corpus.open(tmp_path / "store") as store:
+    with corpus.open(folder) as store:
         for pack in range(corpus.plan.num_packs):
             members = store.pack_samples(pack)
             kept = np.concatenate([predicts(corpus.masks[i]) for i in members])[:, None]
@@ -326,6 +329,10 @@ def test_a_teacher_of_best_tokens(config, corpus_maker, tmp_path):
             features = np.concatenate([corpus.features[i] for i in members], axis=1)
             best = TopK(ids=ids * kept, logprobs=logprobs * kept)
             store.commit_pack(pack, features, topk=best)
+
+
+def test_a_teacher_of_best_tokens(config, corpus_maker, tmp_path):
+    store_best_tokens(corpus_maker(teacher="topk:5"), tmp_path / "store")
     found = set()
     for loss, labels in (("decay", "data"), ("decay", "teacher"), ("dpace,kl=0.9,ce=0.1", "data")):
         out = tmp_path / f"{loss}-{labels}"
@@ -334,6 +341,31 @@ def test_a_teacher_of_best_tokens(config, corpus_maker, tmp_path):
     assert len(found) == 3
     with pytest.raises(BadInput, match="--loss tv: .* extract with --teacher final, or use"):
         train(config(tmp_path / "store", tmp_path / "tv", loss="tv"))
+
+
+def test_products_with_a_teachers_states_are_useful_work(config, corpus_maker, tmp_path):
+    final = corpus_maker(teacher="final")
+    with final.open(tmp_path / "final") as store:
+        final.commit(store)
+    store_best_tokens(corpus_maker(teacher="topk:5"), tmp_path / "best")
+
+    def counts(store: str, loss: str, labels: str = "data"):
+        run = config(tmp_path / store, tmp_path / "run", loss=loss, labels=labels)
+        setup = prepare(run, World())
+        builder = StepBuilder(setup.caches, setup.stream_options, setup.wanted)
+        draws, state = setup.order.take(StreamState(), 3)
+        try:
+            return Run(setup)._counts(builder.build(draws, state))
+        finally:
+            builder.close()
+
+    plain = counts("final", "decay")
+    product = 2 * plain.rows * 64 * 97
+    for given in (("final", "kl"), ("final", "decay", "teacher"), ("final", "kl", "teacher")):
+        assert counts(*given).flops == plain.flops + product
+    # Of best tokens none are made.
+    for given in (("best", "kl"), ("best", "decay", "teacher")):
+        assert counts(*given).flops == plain.flops
 
 
 def test_skipped_samples_are_counted_and_nothing_is_nan(config, corpus_maker, tmp_path):

@@ -4,9 +4,19 @@ import numpy as np
 import pytest
 import torch
 
+from dflash_offline.common.cache import open_cache
 from dflash_offline.common.errors import BadInput
+from dflash_offline.train.config import TrainConfig
 from dflash_offline.train.drafter import Drafter
-from dflash_offline.train.memory_model import Load, check_memory, memory_of, remedy, typical_pass
+from dflash_offline.train.memory_model import (
+    Load,
+    _load_of,
+    check_memory,
+    memory_of,
+    remedy,
+    typical_pass,
+)
+from dflash_offline.train.target_head import load_target_head
 
 
 def shape_of(config_maker, hidden: int, middle: int, vocab: int, layers: int = 5):
@@ -101,6 +111,16 @@ def test_what_sharing_all_out_saves(config_maker):
     short = memory_of(deep, Load(**load | {"rows": 64, "context": 64}, shares_all=True))
     of_pass = short["activations"] + short["context"]
     assert short["drafter"] == (1 + 2) * short["optimiser"] - of_pass
+
+
+@pytest.mark.parametrize(("teacher", "has_logits"), [("final", True), ("topk:5", False)])
+def test_a_teacher_of_best_tokens_has_no_logits(tmp_path, corpus_maker, teacher, has_logits):
+    with corpus_maker(teacher=teacher).open(tmp_path / "store"):
+        cache = open_cache(str(tmp_path / "store"), partial=True)
+    run = TrainConfig(cache=("store",), out=tmp_path / "run", loss="kl")
+    head = load_target_head(cache)
+    load = _load_of(run, [cache], [[0, 1]], rows=64, head=head, block_size=4, world_size=1)
+    assert load.has_teacher is has_logits
 
 
 def test_typical_pass():
