@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_offline.common.cache import open_cache
 from dflash_offline.common.errors import BadInput
 from dflash_offline.train.config import TrainConfig
 from dflash_offline.train.drafter import Drafter
@@ -16,7 +15,7 @@ from dflash_offline.train.memory_model import (
     remedy,
     typical_pass,
 )
-from dflash_offline.train.target_head import load_target_head
+from dflash_offline.train.target_head import TargetHead
 
 
 def shape_of(config_maker, hidden: int, middle: int, vocab: int, layers: int = 5):
@@ -115,10 +114,9 @@ def test_what_sharing_all_out_saves(config_maker):
 
 @pytest.mark.parametrize(("teacher", "has_logits"), [("final", True), ("topk:5", False)])
 def test_a_teacher_of_best_tokens_has_no_logits(tmp_path, corpus_maker, teacher, has_logits):
-    with corpus_maker(teacher=teacher).open(tmp_path / "store"):
-        cache = open_cache(str(tmp_path / "store"), partial=True)
+    cache = corpus_maker(teacher=teacher)  # has the schema and the plan that a store has
     run = TrainConfig(cache=("store",), out=tmp_path / "run", loss="kl")
-    head = load_target_head(cache)
+    head = TargetHead(embed=torch.ones(97, 64), weight=torch.ones(97, 64))
     load = _load_of(run, [cache], [[0, 1]], rows=64, head=head, block_size=4, world_size=1)
     assert load.has_teacher is has_logits
 
