@@ -15,6 +15,7 @@ from dflash_offline.common.device_memory import told_of_memory
 from dflash_offline.common.errors import BadInput, FoundProblems
 from dflash_offline.common.options import print_config
 from dflash_offline.train.compare import PAGE_NAME, comparison_table, read_runs, write_comparison
+from dflash_offline.train.draft_shape import check_fits
 from dflash_offline.train.eval_config import EvalConfig
 from dflash_offline.train.evaluate import CacheEvaluation, evaluate_cache
 from dflash_offline.train.export import load_drafter
@@ -131,11 +132,7 @@ def _from_cache(config: EvalConfig) -> dict[str, Any]:
     cache = open_cache(config.cache, partial=config.partial, storage_options=config.storage_option)
     drafter = load_drafter(config.draft, dtype, device)
     check_same_target(drafter_identity(config.draft), cache.identity.target, where=config.cache)
-    if drafter.config.hidden_size != cache.schema.hidden:
-        raise BadInput(
-            f"--draft {config.draft} has width {drafter.config.hidden_size} but the states of "
-            f"--cache {config.cache} have {cache.schema.hidden}; they belong to different targets"
-        )
+    check_fits(drafter.config, cache, f"--draft {config.draft}")
     head = load_target_head(cache).to(device, dtype)
     evaluation = evaluate_cache(
         drafter,

@@ -202,14 +202,9 @@ def test_identity_from_the_run(small_store, tmp_path: Path) -> None:
 
 def test_cache_mode(small_store, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     url, _ = small_store
-    draft = make_draft(
-        tmp_path / "draft",
-        hidden_size=64,
-        head_dim=16,
-        vocab_size=97,
-        target_layer_ids=(1, 3),
-        num_target_layers=6,
-    )
+    shape = {"hidden_size": 64, "head_dim": 16, "vocab_size": 97}
+    shape |= {"target_layer_ids": (1, 3), "num_target_layers": 6}
+    draft = make_draft(tmp_path / "draft", **shape)
     out = tmp_path / "report.json"
     arguments = ["--draft", str(draft), "--cache", url, "--device", "cpu"]
     assert exit_code([*arguments, "--out", str(out)]) == 0
@@ -218,12 +213,16 @@ def test_cache_mode(small_store, tmp_path: Path, capsys: pytest.CaptureFixture) 
     assert 1 <= result["acceptance_length"] < 4
     assert "acceptance length" in capsys.readouterr().out
     assert exit_code([*arguments, "--min-acceptance", "3.9"]) == 1
-    narrow = make_draft(tmp_path / "narrow")
-    assert exit_code(["--draft", str(narrow), "--cache", url]) == 2
-    other_layer = make_draft(
-        tmp_path / "layer", hidden_size=64, head_dim=16, target_layer_ids=(1, 2)
-    )
-    assert exit_code(["--draft", str(other_layer), "--cache", url, "--device", "cpu"]) == 2
+    capsys.readouterr()
+    for change, words in (
+        ({"hidden_size": 32}, "hidden_size is 32, but the target of"),
+        ({"vocab_size": 300, "mask_token_id": 299}, "vocab_size is 300"),
+        ({"num_target_layers": 8}, "num_target_layers is 8"),
+        ({"target_layer_ids": (1, 2)}, "it reads layer 2"),
+    ):
+        other = make_draft(tmp_path / words, **shape | change)
+        assert exit_code(["--draft", str(other), "--cache", url, "--device", "cpu"]) == 2
+        assert words in " ".join(capsys.readouterr().err.split())
 
 
 def test_compare_mode(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
