@@ -163,7 +163,7 @@ def check_memory(model: Callable[[int], dict[str, int]], *, rows: int, device: t
         return sentence(parts, None)
     free, _ = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    if sum(parts.values()) > free:
+    if _total(parts) > free:
         raise BadInput(
             f"--rows-per-pass {rows}: {sentence(parts, free)}; {remedy(model, rows, free)}"
         )
@@ -173,7 +173,7 @@ def check_memory(model: Callable[[int], dict[str, int]], *, rows: int, device: t
 def sentence(parts: dict[str, int], free: int | None) -> str:
     """Return the parts as one line."""
     listed = ", ".join(f"{name} {size / _GB:.2f}" for name, size in parts.items())
-    total = sum(parts.values()) * (1 + _SPARE_FRAC) / _GB
+    total = _total(parts) / _GB
     room = "" if free is None else f" of {free / _GB:.1f} GB that are free"
     return f"training takes about {total:.2f} GB{room} ({listed})"
 
@@ -182,12 +182,16 @@ def remedy(model: Callable[[int], dict[str, int]], rows: int, free: int) -> str:
     """Say what makes a run fit, the cheapest first; anchors and blocks stay what they are."""
     while rows > _MIN_ROWS:
         rows = max(_MIN_ROWS, rows // 2)
-        if sum(model(rows).values()) * (1 + _SPARE_FRAC) <= free:
+        if _total(model(rows)) <= free:
             return f"--rows-per-pass {rows} fits and learns the same"
     return (
         "no size of a pass fits; share the drafter out to more --gpus with --shard all, use "
         "--optimizer muon, or a drafter of fewer --draft-layers"
     )
+
+
+def _total(parts: dict[str, int]) -> float:
+    return sum(parts.values()) * (1 + _SPARE_FRAC)
 
 
 def memory_line(

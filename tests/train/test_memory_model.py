@@ -154,3 +154,6 @@ def test_a_run_that_cannot_fit_is_refused(monkeypatch):
     ):
         check_memory(model, rows=4096, device=device)
     assert "of 12.0 GB that are free" in check_memory(model, rows=1000, device=device)
+    # The parts alone would fit, but not what is said to be taken.
+    with pytest.raises(BadInput, match=r"takes about 12\.26 GB of 12\.0 GB"):
+        check_memory(model, rows=1900, device=device)
