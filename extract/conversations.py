@@ -98,17 +98,18 @@ def parse_row(row: Row) -> Content:
     )
 
 
-def first_user_text(content: Content) -> str:
-    """Return the text by which conversations are told apart when some are held out."""
+def first_user_text(content: Content, before: np.ndarray) -> str:
+    """Return the text by which conversations are told apart when some are held out.
+
+    Args:
+        before: token ids up to the first supervised one, where no roles are known.
+    """
     if isinstance(content, Conversation):
         users = [m for m in content.messages if m["role"] == "user"]
         return users[0]["content"] if users else ""
     if isinstance(content, Completion):
         return content.prompt
-    if isinstance(content, RenderedText):
-        return content.text
-    first = int(np.argmax(content.mask)) if content.mask.any() else len(content.ids)
-    return ",".join(map(str, content.ids[:first]))
+    return ",".join(map(str, before))
 
 
 def _conversation(row: Row, field: str, *, role: str, content: str) -> Conversation:

@@ -202,7 +202,7 @@ class CorpusReader:
             id=f"{row.source}:{row.number}" if given is None else str(given),
             source=_text(row.values.get("source")) or row.source,
             licence=_text(row.values.get("licence") or row.values.get("license")),
-            conversation=digest(first_user_text(content).encode()),
+            conversation=digest(first_user_text(content, tokens[: np.argmax(wanted)]).encode()),
             tokens=tokens,
             mask=mask,
             is_truncated=is_too_long,

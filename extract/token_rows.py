@@ -184,9 +184,14 @@ def _unique(ids: pa.ChunkedArray) -> pa.Array:
     runs = np.diff(np.append(starts, len(codes)))
     count = np.empty(len(codes), np.int64)
     count[order] = np.arange(len(codes)) - np.repeat(starts, runs) + 1
-    names = ids.to_pylist() if (count > 1).any() else None
-    if names is None:
+    if not (count > 1).any():
         return ids.combine_chunks()
+    names = ids.to_pylist()
+    taken = set(names)
     for at in np.flatnonzero(count > 1):
-        names[at] = f"{names[at]}#{count[at]}"
+        number = count[at]
+        while (name := f"{names[at]}#{number}") in taken:
+            number += 1
+        taken.add(name)
+        names[at] = name
     return pa.array(names)

@@ -97,6 +97,23 @@ def test_cut_answer_is_supervised_without_end_of_turn(reader: CorpusReader):
     assert reader.tokenizer.decode(row.tokens).endswith("Hello.")
 
 
+def test_names_of_repeated_ids_are_their_own(reader: CorpusReader):
+    said = [{**MESSAGES, "id": name} for name in ("a", "a", "a#2", "a", "a#2")]
+    rows, _ = reader.convert(rows_of(*said))
+    assert [row.id for row in rows] == ["a", "a#3", "a#2", "a#4", "a#2#2"]
+
+
+def test_rendered_answers_to_one_question_are_one_conversation(reader: CorpusReader):
+    """Whatever the answer and what follows it: they share their fate when some are held out."""
+    begun = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    ends = ("Hello.<|im_end|>\n", "Hey!<|im_end|>\n", f"Hey.<|im_end|>\n{begun}Again.<|im_end|>\n")
+    texts = [begun + end for end in ends]
+    rows, _ = reader.convert(
+        rows_of(*({"text": t} for t in [*texts, texts[0].replace("Hi", "Ho")]))
+    )
+    assert [row.conversation == rows[0].conversation for row in rows] == [True, True, True, False]
+
+
 def test_ids_sources_licences(reader: CorpusReader):
     named = {**MESSAGES, "id": "a", "source": "chat", "license": "MIT"}
     rows, _ = reader.convert(rows_of(named, MESSAGES, {**named, "licence": "CC0"}))
