@@ -54,10 +54,8 @@ def target_files(target: Target, tokenizer: PreTrainedTokenizerBase) -> dict[str
     Configuration of the text part, tokenizer, embedding, head (left out where tied), final norm,
     and the checkpoint's licence files.
     """
-    tensors = {
-        "embed_tokens.weight": target.embed_weight(),
-        "norm.weight": target.final_norm.weight,
-    }
+    tensors = {"embed_tokens.weight": target.embed_weight()}
+    tensors |= {f"norm.{name}": part for name, part in target.final_norm.named_parameters()}
     if not target.tied:
         tensors["lm_head.weight"] = target.head_weight()
     plain = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}

@@ -19,6 +19,7 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    StableLmConfig,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -59,6 +60,8 @@ FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {
     "gpt-oss": lambda **ids: GptOssConfig(
         **SHAPE, **ids, num_local_experts=4, num_experts_per_tok=2, sliding_window=8
     ),
+    # Its norms have a bias.
+    "stablelm": lambda **ids: StableLmConfig(**SHAPE, **ids, tie_word_embeddings=False),
     "qwen3.5-hybrid": lambda **ids: Qwen3_5TextConfig(**SHAPE, **LINEAR, **ids),
 }
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from dflash_offline.common import store_writer
@@ -225,6 +226,16 @@ def test_samples_that_rm_took_are_not_bad(make_target, write_corpus, run, tmp_pa
     assert run(extract_command, *args, *SMALL) == 0
     assert run(cache_command, "rm", tmp_path / "s", "--yes", "--where", 'id == "row-1"') == 0
     assert run(extract_command, *args, *SMALL) == 0
+
+
+def test_bias_of_the_final_norm_is_kept(make_target, write_corpus, run, tmp_path):
+    folder, out = make_target("stablelm"), tmp_path / "s"
+    args = ("--target", folder, "--data", write_corpus(5), "--out", out, *SMALL)
+    assert run(extract_command, *args, "--plan-only") == 0
+    kept = load_file(out / "target/tensors.safetensors")
+    own = load_file(folder / "model.safetensors")
+    for name in ("norm.weight", "norm.bias", "embed_tokens.weight"):
+        torch.testing.assert_close(kept[name], own[f"model.{name}"], rtol=0, atol=0)
 
 
 def test_dry_run_writes_nothing(make_target, write_corpus, run, tmp_path, capsys):
