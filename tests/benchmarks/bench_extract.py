@@ -80,7 +80,7 @@ SHAPES = {
     # Shows that the script runs, on any machine.
     "tiny": Qwen3Config(
         vocab_size=999,
-        hidden_size=64,
+        hidden_size=256,
         intermediate_size=128,
         num_hidden_layers=8,
         num_attention_heads=4,

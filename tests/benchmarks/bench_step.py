@@ -21,6 +21,7 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -105,8 +106,9 @@ def packs_of(options: Namespace) -> RandomPacks:
 
 
 def make_setup(options: Namespace, url: str) -> Setup:
-    shape = draft_shape(options.shape, options.block_size)
     cache = open_cache(url, storage_options=options.storage_option)
+    shape = draft_shape(options.shape, options.block_size)
+    shape = replace(shape, target_layer_ids=cache.schema.layers)
     config = TrainConfig(
         cache=(url,),
         out=Path("unused"),
