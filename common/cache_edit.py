@@ -58,7 +58,8 @@ def repair(config: RepairConfig) -> None:
         for key in damaged_indexes(blobs):
             # Their numbers have no gaps, so a damaged one is replaced, not deleted.
             blobs.replace(key, blobs.read(index_key(written.number - 1)))
-        _delete_all(blobs, [*unreadable, *_damaged_tokens(cache, set(broken))])
+        missing = set(range(cache.plan.num_packs)) - set(kept.packs)
+        _delete_all(blobs, [*unreadable, *_damaged_tokens(cache, missing)])
         removed = _delete_leftovers(blobs, header.schema, set(kept.packs))
         removed += len(blobs.drop_stale_uploads())
         click.echo(

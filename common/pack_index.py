@@ -32,6 +32,13 @@ class PackIndex:
         kept = {pack: entry for pack, entry in self.packs.items() if pack not in packs}
         return replace(self, packs=kept, dropped={**self.dropped, **gone})
 
+    def cleared(self) -> "PackIndex":
+        """Return the index once the records of packs given up are gone.
+
+        The same bytes are likely to be committed again, and count then.
+        """
+        return replace(self, dropped={})
+
 
 def read_pack_index(blobs: Blobs, num_packs: int) -> PackIndex:
     """Return the packs that exist.

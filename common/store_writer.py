@@ -356,8 +356,7 @@ class Store:
         # Of several plans the one whose samples these are.
         starts = np.flatnonzero(stored == given[0]) if len(tokens) else ()
         own = (at for at in starts if np.array_equal(stored[at:][: len(given)], given))
-        if (first := next(own, None)) is None:
-            return
+        first = next(own, len(stored))
         # One listing an array: asking for each shard costs a request a pack on object storage.
         present = {key for name in (TOKENS, LOSS_MASK) for key in self.blobs.list(f"{name}/c")}
         for pack in set(range(self.plan.num_packs)) - self.committed:
@@ -371,8 +370,7 @@ class Store:
                 write_shard(self.blobs, self.schema, name, pack, [row])
 
     def _drop_uncommitted(self) -> None:
-        """Delete what an interrupted run left: temporary files, shards and records that do not
-        count."""
+        """Delete what an interrupted run left: temporary files, shards and uncounted records."""
         packs = self.committed
         kept = {shard_key(name, pack) for name in self.schema.state_arrays for pack in packs}
         kept |= {commit_key(pack) for pack in packs}
@@ -380,6 +378,8 @@ class Store:
             for key in self.blobs.list(folder):
                 if key not in kept:
                     self.blobs.delete(key)
+        if self._index.dropped:
+            self._index = write_pack_index(self.blobs, self._index.cleared(), self.plan.num_packs)
 
 
 @contextmanager

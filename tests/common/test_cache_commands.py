@@ -128,6 +128,18 @@ def test_repair_restores_token_shards_from_the_corpus(small_store):
     assert run("verify", "--deep", url) == 0
 
 
+def test_repair_gives_up_tokens_of_packs_to_come(tmp_path, corpus_maker):
+    corpus = corpus_maker()
+    with corpus.open(tmp_path / "s") as store:
+        corpus.commit(store, [0])
+    flip(tmp_path / "s" / shard_key(TOKENS, 2), 9)
+    assert run("repair", tmp_path / "s") == 0
+    with corpus.open(tmp_path / "s") as store:
+        store.read_tokens(2)
+        corpus.commit(store, [1, 2, 3])
+    assert run("verify", "--deep", tmp_path / "s") == 0
+
+
 @pytest.mark.parametrize("plan", [0, 1])
 def test_repair_restores_token_shards_of_every_plan(small_store, corpus_maker, plan):
     url, corpus = small_store

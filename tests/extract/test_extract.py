@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from dflash_offline.common import store_writer
 from dflash_offline.common.cache import Cache, open_cache
 from dflash_offline.common.cache_cli import main as cache_command
+from dflash_offline.common.store import FEATURES, shard_key
 from dflash_offline.common.target import load_target
 from dflash_offline.extract import forward as forward_module
 from dflash_offline.extract import run as run_module
@@ -226,6 +227,23 @@ def test_samples_that_rm_took_are_not_bad(make_target, write_corpus, run, tmp_pa
     assert run(extract_command, *args, *SMALL) == 0
     assert run(cache_command, "rm", tmp_path / "s", "--yes", "--where", 'id == "row-1"') == 0
     assert run(extract_command, *args, *SMALL) == 0
+
+
+def test_repaired_packs_are_made_again(make_target, write_corpus, run, tmp_path):
+    """By the same bytes, whose record the index has given up."""
+    out = tmp_path / "s"
+    args = ("--target", make_target("qwen3"), "--data", write_corpus(12), "--out", out, *SMALL)
+    assert run(extract_command, *args) == 0
+    whole = open_cache(str(out))
+    shard = out / shard_key(FEATURES, 1)
+    before = shard.read_bytes()
+    shard.write_bytes(before[:10] + bytes([before[10] ^ 1]) + before[11:])
+    assert run(cache_command, "repair", out) == 0
+    assert open_cache(str(out), partial=True).packs == sorted({*whole.packs} - {1})
+    assert run(extract_command, *args) == 0
+    assert open_cache(str(out)).packs == whole.packs
+    assert shard.read_bytes() == before
+    assert run(cache_command, "verify", "--deep", out) == 0
 
 
 def test_bias_of_the_final_norm_is_kept(make_target, write_corpus, run, tmp_path):
