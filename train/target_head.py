@@ -84,9 +84,9 @@ class TargetHead:
 def load_target_head(cache: Cache) -> TargetHead:
     """Read embedding, head and scales from a store's copy of its target."""
     config = text_config(cache.target_config)
-    tied = config.get("tie_word_embeddings", cache.target_config.get("tie_word_embeddings"))
     embed = cache.target_tensor("embed_tokens")
-    weight = embed if tied else cache.target_tensor("lm_head")
+    # What was tied when the target ran; configs of several parts may say two things about it.
+    weight = cache.target_tensor("lm_head")
     if weight.shape == embed.shape and weight.dtype == embed.dtype and torch.equal(weight, embed):
         weight = embed
     return TargetHead(

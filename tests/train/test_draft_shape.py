@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load, save
 
 from dflash_offline.common.cache import open_cache
 from dflash_offline.common.errors import BadInput
@@ -186,6 +187,18 @@ def test_files_that_are_refused(shape_for, file, wishes, words):
 def test_a_target_that_lacks_a_key_says_so(shape_for):
     with pytest.raises(BadInput, match="--draft-config"):
         shape_for({"intermediate_size": None})
+
+
+def test_a_stored_head_counts_whatever_the_config_says(corpus_maker, tmp_path):
+    corpus = corpus_maker()
+    tensors = load(corpus.target_files["tensors.safetensors"])
+    tensors["lm_head.weight"] = 2 * tensors["embed_tokens.weight"]
+    corpus.target_files["tensors.safetensors"] = save(tensors)
+    assert json.loads(corpus.target_files["config.json"])["tie_word_embeddings"] is True
+    with corpus.open(tmp_path / "store") as store:
+        corpus.commit(store)
+    head = load_target_head(open_cache(str(tmp_path / "store")))
+    assert torch.equal(head.weight, 2 * head.embed)
 
 
 def test_a_head_of_its_own(small_store):
