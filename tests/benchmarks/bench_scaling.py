@@ -4,9 +4,9 @@
 
 Weak scaling: every number of workers makes a store with --units for each of them, from the first
 batch to the last commit, while the others wait. With --strong, each also shares the units of one.
-Model, batches and checks are those of bench_extract.py. A worker's start is the time until its
-first batch, and the end is what passes after the last one: commits, and waiting for other workers.
-*Bare* is the base model alone, by as many workers at once: what GPUs and host give without us.
+Model, batches and checks are those of bench_extract.py. A loop's rate counts from the second unit
+until the last batch begins; after that come commits, and waiting for other workers. *Bare* is the
+base model alone, by as many workers at once: what GPUs and host give without us.
 """
 
 import math
@@ -119,8 +119,8 @@ class Job:
         loop = "" if strong else f"loop {parts('steady', steady)}, bare {parts('bare', bare)}, "
         print(
             f"{'strong' if strong else 'weak'} {workers}: {parts('whole', whole)}, {loop}"
-            f"{found[0]['seconds']:.1f} s, of which {start:.1f} to the last first batch and at "
-            f"most {end:.1f} after a worker's last, CPU {cores:.1f} cores, "
+            f"{found[0]['seconds']:.1f} s, of which at most {start:.1f} before a worker's first "
+            f"batch and {end:.1f} since its last began, CPU {cores:.1f} cores, "
             f"{found[0]['gb_per_s']:.2f} GB/s, peak {peak / GB:.2f} GB",
             flush=True,
         )

@@ -40,8 +40,8 @@ SIZES = {
     "small": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 12},
     "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8},
 }
-# Arrays of a store, and all that is fixed before the first pack but what names its address.
-CONTENT = ("features", "final", "scales", "exact", "tokens", "loss_mask", "plan", "target")
+# What says when and where a store was made, not what is in it.
+OWN = ("logs/", "commit/", "index-", ".owner", "zarr.json", "manifest.json")
 
 
 def parse() -> Namespace:
@@ -124,7 +124,7 @@ class Run:
             codes = [each.wait(max(0.1, give_up - time.monotonic())) for each in self._processes]
         except subprocess.TimeoutExpired:
             self.stop()
-            fail(f"{self.stage.name} by {self.name} has not ended in {within_s:.0f} s", self)
+            raise Failed(f"has not ended in {within_s:.0f} s", self) from None
         return max(codes, key=abs)
 
     def stop(self) -> None:
@@ -140,7 +140,7 @@ class Run:
         while self.stage.progress(self.out) < self.stage.kill_at:
             if self._processes[0].poll() is not None or time.monotonic() > give_up:
                 self.stop()
-                fail(f"{self.stage.name}: too short to be killed, or no progress", self)
+                raise Failed("was too short to be killed, or made no progress", self)
             time.sleep(0.005)
         os.kill(self.workers()[rank], signal.SIGKILL)
         killed = time.monotonic()
@@ -150,18 +150,23 @@ class Run:
         named = f"worker {rank} (rank {rank} of {self.gpus} on "
         # Of training, the first worker may have said before that somebody is gone.
         good = code == 3 and errors and named in errors[-1] and "SIGKILL" in errors[-1]
-        if not good or "Traceback" in self.said:
-            fail(f"{self.stage.name}: exit code {code}, {errors}", self)
+        if not good:
+            raise Failed(f"ended with exit code {code}, {errors}", self)
+        more = "; there is a traceback, too" if "Traceback" in self.said else ""
         print(
             f"{self.stage.name}: worker {rank} of {self.gpus} killed at {self.stage.kill_at}, exit "
-            f"code 3 after {took:.1f} s, {self.stage.progress(self.out)} reached: {errors[-1]}",
+            f"code 3 after {took:.1f} s, {self.stage.progress(self.out)} reached: {errors[-1]}"
+            f"{more}",
             flush=True,
         )
 
 
-def fail(problem: str, run: Run) -> None:
-    print(run.said[-4000:])
-    sys.exit(f"FAILED {problem}")
+class Failed(Exception):
+    """A run is not what it should be."""
+
+    def __init__(self, problem: str, run: Run) -> None:
+        super().__init__(f"FAILED {run.stage.name} by {run.name} {problem}")
+        self.said = run.said[-4000:]
 
 
 def make_target(folder: Path, size: str) -> None:
@@ -248,8 +253,8 @@ def differences(store: Path, whole: Path) -> tuple[list[str], int]:
     """Return which files are not those of the whole store, and how many bytes were compared."""
 
     def files(root: Path) -> set[str]:
-        found = (path for name in CONTENT for path in (root / name).rglob("*") if path.is_file())
-        return {str(path.relative_to(root)) for path in found}
+        found = (str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+        return {name for name in found if not name.startswith(OWN)}
 
     def is_same(name: str) -> bool:
         return (store / name).read_bytes() == (whole / name).read_bytes()
@@ -264,26 +269,26 @@ def differences(store: Path, whole: Path) -> tuple[list[str], int]:
 def compare_stores(run: Run, whole: Path) -> str:
     different, size = differences(run.out, whole)
     if different or not size:
-        fail(f"extraction by {run.name}: {len(different)} files differ: {different[:3]}", run)
+        raise Failed(f"has other content in {len(different)} files: {different[:3]}", run)
     return f"{size / 1e9:.2f} GB in {len(list((whole / 'commit').glob('*.json')))} packs are equal"
 
 
 def compare_losses(run: Run, whole: Path) -> str:
     ours, theirs = losses(run.out), losses(whole)
     if ours.keys() != theirs.keys():
-        fail(f"training by {run.name}: {len(ours)} steps of {len(theirs)}", run)
+        raise Failed(f"made {len(ours)} steps of {len(theirs)}", run)
     a, b = (np.array([found[step] for step in sorted(theirs)]) for found in (ours, theirs))
     apart = np.abs(a / b - 1)
     if apart.max() > BAR:
-        fail(f"training by {run.name}: losses are {apart.max():.1e} apart at most", run)
+        raise Failed(f"has losses {apart.max():.1e} apart at most", run)
     return (
         f"losses of {len(b)} steps ({b[0]:.4f} to {b[-1]:.4f}) are {apart.max():.1e} apart at "
         f"most, {apart.mean():.1e} on average"
     )
 
 
-def campaign(stage: Stage, options: Namespace, folder: Path, compare: Callable) -> None:
-    """Run one stage whole, killed and finished, and as two nodes."""
+def campaign(stage: Stage, options: Namespace, folder: Path, compare: Callable) -> bool:
+    """Run one stage whole, killed and finished, and as two nodes; returns whether all is equal."""
     within_s, rank, began = options.within_s, options.gpus // 2, time.monotonic()
     whole = Run(stage, folder / f"{stage.name}-whole", gpus=options.gpus)
     killed = Run(stage, folder / f"{stage.name}-killed", gpus=options.gpus)
@@ -297,15 +302,20 @@ def campaign(stage: Stage, options: Namespace, folder: Path, compare: Callable) 
         runs.append(Run(stage, folder / f"{stage.name}-nodes", gpus=options.gpus, nodes=2))
         for run in [whole, *runs[2:]]:
             if code := run.end(within_s):
-                fail(f"{stage.name} by {run.name}: exit code {code}", run)
+                raise Failed(f"ended with exit code {code}", run)
     finally:
         for run in runs:
             run.stop()
     print(f"{stage.name}: all runs in {time.monotonic() - began:.0f} s", flush=True)
+    is_good = True
     for run in runs[2:]:
         how = "two nodes" if run.nodes > 1 else "finished"
-        said = compare(run, whole.out)
-        print(f"{stage.name} {how} by {run.name}: {said}", flush=True)
+        try:
+            print(f"{stage.name} {how} by {run.name}: {compare(run, whole.out)}", flush=True)
+        except Failed as problem:
+            is_good = False
+            print(problem, flush=True)
+    return is_good
 
 
 def main() -> None:
@@ -319,8 +329,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         extract, train = stages(options, folder)
-        campaign(extract, options, folder, compare_stores)
-        campaign(train, options, folder, compare_losses)
+        are_good = []
+        for stage, compare in ((extract, compare_stores), (train, compare_losses)):
+            try:
+                are_good.append(campaign(stage, options, folder, compare))
+            except Failed as problem:
+                are_good.append(False)
+                print(problem.said, problem, sep="\n", flush=True)
+    sys.exit(0 if all(are_good) else 1)
 
 
 if __name__ == "__main__":
