@@ -237,7 +237,10 @@ def blobs_at(url: str, storage_options: Sequence[str] = ()) -> Blobs:
     scheme, separator, rest = url.partition("://")
     options = parse_storage_options(storage_options)
     if not separator or scheme == "file":
-        return LocalBlobs(Path(rest if separator else url).expanduser())
+        root = Path(rest if separator else url).expanduser()
+        if root.is_symlink() and not root.exists():
+            raise BadInput(f"{url} is a link to nothing ({root.readlink()}); is the disk mounted?")
+        return LocalBlobs(root)
     if scheme in ("s3", "s3a"):
         from dflash_offline.common.s3_blobs import S3Blobs
 

@@ -24,6 +24,7 @@ from dflash_offline.common.errors import BadInput, DamagedStore
 from dflash_offline.common.identity import Identity
 from dflash_offline.common.pack_index import scan_records, write_pack_index
 from dflash_offline.common.quantize import EncodedStates
+from dflash_offline.common.records import sha256
 from dflash_offline.common.store import (
     CALIBRATION_MANIFEST_KEY,
     FINAL,
@@ -126,7 +127,7 @@ def _copy_content(cache: Cache, config: CopyConfig) -> int:
     with Store.create_or_resume(
         config.destination,
         schema=schema,
-        identity=_changed_identity(cache, schema, config.where),
+        identity=_changed_identity(cache, schema, config.where, chosen=chosen),
         plan=plan,
         tokens=[document.tokens for document in documents],
         masks=[document.loss_mask for document in documents],
@@ -240,13 +241,19 @@ def _tokens_of(cache: Cache, group: Sequence[int]) -> list[Document]:
     return cache.read_many(group, cache.schema.layers[:1])
 
 
-def _changed_identity(cache: Cache, schema: Schema, where: str | None) -> Identity:
+def _changed_identity(
+    cache: Cache, schema: Schema, where: str | None, *, chosen: Sequence[int]
+) -> Identity:
     old = cache.identity
+    plan = old.plan if where is None else {**old.plan, "where": where}
+    if len(chosen) < len(cache.plan.samples):
+        # What comes to an unfinished source later would take another place in the copy.
+        plan = {**plan, "copied_samples": sha256(np.asarray(chosen, np.int64).tobytes())[:16]}
     layers = ",".join(map(str, schema.layers))
     return Identity(
         target={**old.target, "layers": layers},
         store={**old.store, "codec": schema.codec},
-        plan=old.plan if where is None else {**old.plan, "where": where},
+        plan=plan,
     )
 
 

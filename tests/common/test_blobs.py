@@ -22,6 +22,12 @@ def blobs(tmp_path) -> LocalBlobs:
     return blobs_at(str(tmp_path / "root"))
 
 
+def test_link_to_nothing_is_bad_input(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "not mounted")
+    with pytest.raises(BadInput, match="is a link to nothing .*not mounted"):
+        blobs_at(str(tmp_path / "link"))
+
+
 def test_local_objects(blobs):
     blobs.create("a/b", [b"hello ", memoryview(b"world")])
     assert blobs.read("a/b") == b"hello world"

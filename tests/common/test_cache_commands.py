@@ -236,6 +236,20 @@ def test_copy_of_a_part(tmp_path, corpus_maker):
     assert run("verify", "--deep", tmp_path / "part") == 0
 
 
+def test_copy_of_a_source_that_has_grown_is_refused(tmp_path, corpus_maker, capsys):
+    corpus = corpus_maker()
+    with corpus.open(tmp_path / "s") as store:
+        corpus.commit(store, [0, 2])
+    args = ("copy", tmp_path / "s", tmp_path / "c", "--codec", "lossless")
+    assert run(*args) == 0
+    assert run(*args) == 0
+    with corpus.open(tmp_path / "s") as store:
+        corpus.commit(store, [1, 3])
+    assert run(*args) == 2
+    assert "copied_samples is None but the store at" in capsys.readouterr().err
+    assert run("verify", "--deep", tmp_path / "c") == 0
+
+
 def test_copy_refuses_damage_and_strangers(small_store, tmp_path, corpus_maker, capsys):
     url, _ = small_store
     (tmp_path / "strange").mkdir()
