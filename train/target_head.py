@@ -112,11 +112,14 @@ def _logit_scale(config: Mapping[str, Any]) -> float:
     for name in ("logit_scale", "lm_head_multiplier"):
         if config.get(name) is not None:
             return float(config[name])
+    if config.get("dim_model_base") is not None:
+        # MiniCPM's.
+        return float(config["dim_model_base"]) / float(config["hidden_size"])
     return 1.0
 
 
 def _embedding_scale(config: Mapping[str, Any], embed: torch.Tensor) -> float:
-    if str(config.get("model_type", "")).startswith("gemma"):
+    if str(config.get("model_type", "")).startswith(("gemma", "vaultgemma")):
         # Gemma rounds the root of its width to the weight's precision.
         return float(torch.tensor(embed.shape[1] ** 0.5).to(embed.dtype))
-    return float(config.get("embedding_multiplier") or 1.0)
+    return float(config.get("embedding_multiplier") or config.get("scale_emb") or 1.0)

@@ -93,8 +93,13 @@ def test_scales_of_the_target_are_written_for_engines(shape_for):
     shape = shape_for({"final_logit_softcapping": 30.0, "model_type": "gemma2"})
     assert shape.final_logit_softcapping == 30.0
     assert shape.input_embedding_scale == 8.0
-    shape = shape_for({"logits_scaling": 4.0, "embedding_multiplier": 12.0})
-    assert (shape.output_multiplier, shape.input_embedding_scale) == (0.25, 12.0)
+    assert shape_for({"model_type": "vaultgemma"}).input_embedding_scale == 8.0
+    for keys in (
+        {"logits_scaling": 4.0, "embedding_multiplier": 12.0},
+        {"dim_model_base": 16, "scale_emb": 12},
+    ):
+        shape = shape_for(keys)
+        assert (shape.output_multiplier, shape.input_embedding_scale) == (0.25, 12.0)
 
 
 def test_the_user_wins_over_the_file_and_the_file_over_the_target(shape_for):
