@@ -26,6 +26,7 @@ def evaluate(setup: Setup, drafter: Drafter) -> CacheEvaluation | None:
                 supervise=setup.config.supervise,
                 samples=mine,
                 max_anchors=_EVAL_ANCHORS,
+                rows_per_pass=setup.config.rows_per_pass,
                 dtype=setup.dtype,
             )
         except DamagedStore as problem:

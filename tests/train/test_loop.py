@@ -19,6 +19,7 @@ from dflash_offline.train import loop
 from dflash_offline.train.checkpoint import checkpoints
 from dflash_offline.train.cli import main
 from dflash_offline.train.distributed import World
+from dflash_offline.train.evaluate import BlockJudge
 from dflash_offline.train.export import load_drafter
 from dflash_offline.train.loop import Run, train, train_step
 from dflash_offline.train.order import StreamState
@@ -176,6 +177,24 @@ def test_passes_change_nothing_but_rounding(config, small_store, tmp_path):
     train(config(small_store[0], tmp_path / "many", rows_per_pass=16))
     one, many = losses(tmp_path / "one"), losses(tmp_path / "many")
     assert list(one.values()) == pytest.approx(list(many.values()), rel=1e-4)
+
+
+def test_evaluations_keep_to_the_rows_of_a_pass(config, corpus_maker, tmp_path, monkeypatch):
+    corpus = corpus_maker(num_held_out=3)
+    with corpus.open(tmp_path / "store") as store:
+        corpus.commit(store)
+    run, judged = BlockJudge.run, []
+
+    def counted(self, parts):
+        judged.append(len(parts))
+        return run(self, parts)
+
+    monkeypatch.setattr(BlockJudge, "run", counted)
+    for rows in (64, 16384):
+        train(config(tmp_path / "store", tmp_path / f"{rows}", num_steps=1, rows_per_pass=rows))
+    assert judged == [1, 1, 1, 3]
+    few, many = (records(tmp_path / f"{rows}", "eval")[0] for rows in (64, 16384))
+    assert few["accepted_by_position"] == many["accepted_by_position"]
 
 
 def test_epochs_and_the_last_short_step(config, small_store, tmp_path):
