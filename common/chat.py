@@ -8,7 +8,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -139,6 +139,7 @@ def render_conversation(
     messages: Sequence[Message],
     options: ChatOptions,
     *,
+    tools: Sequence[Mapping[str, Any]] = (),
     cut_last_turn: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return token ids (int32 [T]) and loss mask (uint8 [T], `LossMask` bits) of a conversation.
@@ -147,6 +148,7 @@ def render_conversation(
         tokenizer: the target's; needs character offsets.
         messages: `{"role", "content"}` mappings in order.
         options: chat options.
+        tools: described to the assistant, where the template does so.
         cut_last_turn: the last assistant message was cut by a token limit: the target never wrote
             its end of turn, so everything after its content is left off.
 
@@ -154,7 +156,7 @@ def render_conversation(
         BadInput: the template refuses the conversation, or what the assistant wrote in one of its
             messages cannot be found in the rendered text.
     """
-    renderer = _Renderer(tokenizer, options)
+    renderer = _Renderer(tokenizer, options, tools)
     text = renderer.text(messages)
     turns = find_turns(text, messages, render=renderer.text, tagged=renderer.tagged(messages, text))
     if cut_last_turn and turns:
@@ -214,9 +216,15 @@ def _turn_marks(tokenizer: PreTrainedTokenizerBase, options: ChatOptions) -> tup
 
 
 class _Renderer:
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: ChatOptions) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        options: ChatOptions,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         self._tokenizer = tokenizer
         self._options = options
+        self._tools = list(tools) or None
         self._template = chat_template(tokenizer, options)
 
     def text(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
@@ -226,6 +234,7 @@ class _Renderer:
         try:
             return self._tokenizer.apply_chat_template(
                 messages,
+                tools=self._tools,
                 chat_template=self._template,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
@@ -240,6 +249,7 @@ class _Renderer:
             return None
         encoding = self._tokenizer.apply_chat_template(
             self._with_system(messages),
+            tools=self._tools,
             chat_template=self._template,
             return_dict=True,
             return_assistant_tokens_mask=True,

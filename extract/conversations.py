@@ -4,6 +4,7 @@ Formats are told apart by the columns they have. A value of the wrong type is ba
 file, row and field; what this project cannot use is for the caller to count.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,10 +37,12 @@ class Conversation:
 
     Attributes:
         is_cut: a token limit cut the last assistant message; it has no end of turn.
+        tools: what the assistant was told that it may call.
     """
 
     messages: tuple[Message, ...]
     is_cut: bool = False
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +133,23 @@ def _conversation(row: Row, field: str, *, role: str, content: str) -> Conversat
         rest = {k: v for k, v in given.items() if k not in (role, content) and v is not None}
         text = _content_of(row, f"{where}.{content}", given)
         messages.append({"role": known, "content": text, **rest})
-    return Conversation(messages=tuple(messages), is_cut=_is_cut(row))
+    return Conversation(messages=tuple(messages), is_cut=_is_cut(row), tools=_tools_of(row))
+
+
+def _tools_of(row: Row) -> tuple[dict[str, Any], ...]:
+    value = row.values.get("tools") or []
+    if isinstance(value, str):
+        # As tables of one type a column keep them.
+        try:
+            value = json.loads(value)
+        except ValueError:
+            value = None
+    if not (isinstance(value, list) and all(isinstance(each, dict) for each in value)):
+        raise BadInput(
+            f"--data {row.address}: tools is no list of tools; mappings with type and function are "
+            "allowed, also as one text of JSON"
+        )
+    return tuple(value)
 
 
 def _content_of(row: Row, where: str, message: dict[str, Any]) -> str:
@@ -170,7 +189,7 @@ def _prompt_completion(row: Row) -> Content:
     prompt, completion = row.values["prompt"], row.values["completion"]
     if isinstance(prompt, list) or isinstance(completion, list):
         messages = (*_as_messages(row, "prompt"), *_as_messages(row, "completion"))
-        return Conversation(messages=messages, is_cut=_is_cut(row))
+        return Conversation(messages=messages, is_cut=_is_cut(row), tools=_tools_of(row))
     return Completion(
         prompt=_text_of(row, "prompt", prompt),
         completion=_text_of(row, "completion", completion),

@@ -211,7 +211,11 @@ class CorpusReader:
     def _tokens_of(self, content: Content) -> tuple[np.ndarray, np.ndarray]:
         if isinstance(content, Conversation):
             return chat.render_conversation(
-                self.tokenizer, content.messages, self.options, cut_last_turn=content.is_cut
+                self.tokenizer,
+                content.messages,
+                self.options,
+                tools=content.tools,
+                cut_last_turn=content.is_cut,
             )
         if isinstance(content, Completion):
             return self._completion_tokens(content)

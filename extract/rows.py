@@ -206,7 +206,7 @@ def _arrow_values(file: Path) -> Iterator[Any]:
     if file.suffix == ".parquet":
         with pq.ParquetFile(file) as table:
             for batch in table.iter_batches(batch_size=1024):
-                yield from batch.to_pylist()
+                yield from _plain_rows(batch.to_pylist())
         return
     with pa.memory_map(str(file)) as source:
         try:
@@ -215,14 +215,28 @@ def _arrow_values(file: Path) -> Iterator[Any]:
             whole = pa.ipc.open_file(source)
             batches = (whole.get_batch(i) for i in range(whole.num_record_batches))
         for batch in batches:
-            yield from batch.to_pylist()
+            yield from _plain_rows(batch.to_pylist())
+
+
+def _plain_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows as they were before a table gave each mapping the keys of all others."""
+    return [{name: _without_nulls(value) for name, value in row.items()} for row in rows]
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list) and value and isinstance(value[0], dict | list):
+        return [_without_nulls(each) for each in value]
+    return value
 
 
 def _hub_rows(spec: str) -> Iterator[Row]:
     hub_id = spec.removeprefix("hf:").partition(":")[0]
     for number, values in enumerate(_hub_data(spec)):
         address = f"{spec} row {number + 1}"
-        yield Row(source=hub_id, address=address, number=number, values=values)
+        (plain,) = _plain_rows([values])
+        yield Row(source=hub_id, address=address, number=number, values=plain)
 
 
 def _hub_data(spec: str) -> Any:

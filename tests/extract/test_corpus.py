@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +96,33 @@ def test_cut_answer_is_supervised_without_end_of_turn(reader: CorpusReader):
     (row,), _ = reader.convert(rows_of({**MESSAGES, "finish_reason": "length"}))
     assert supervised_text(reader, row) == "Hello."
     assert reader.tokenizer.decode(row.tokens).endswith("Hello.")
+
+
+@pytest.mark.parametrize("as_text", [False, True], ids=["list", "text"])
+def test_tools_are_told_to_the_assistant(reader: CorpusReader, tmp_path: Path, as_text: bool):
+    """Without the nulls that a table gives a call for the arguments of other calls."""
+    (tmp_path / "own.jinja").write_text(
+        "{{ tools|tojson }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% if m.tool_calls %}{{ m.tool_calls|tojson }}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    options = ChatOptions(chat_template=tmp_path / "own.jinja")
+    reader = replace(reader, options=options, max_length=1024)
+    calls = [[{"function": {"name": "f", "arguments": {key: "x"}}}] for key in ("city", "day")]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    said = [
+        {
+            "messages": [ASKED, {"role": "assistant", "content": "", "tool_calls": each}],
+            "tools": json.dumps(tools) if as_text else tools,
+        }
+        for each in calls
+    ]
+    write_rows(tmp_path / "a.parquet", said)
+    kept, _ = reader.read([str(tmp_path / "a.parquet")])
+    texts = [reader.tokenizer.decode(row.tokens) for row in kept]
+    assert all(text.startswith("[{") and '"object"' in text for text in texts)
+    assert ['"city"' in text for text in texts] == [True, False]
+    assert not any("null" in text for text in texts)
 
 
 def test_names_of_repeated_ids_are_their_own(reader: CorpusReader):
@@ -232,6 +260,8 @@ def test_nothing_kept_is_an_error(reader: CorpusReader, values: list[dict], word
         ({"input_ids": [5, 6], "loss_mask": [-100, 1]}, r"loss_mask\[0\] is -100.*0 to 1"),
         ({"input_ids": [1, 99999], "loss_mask": [1, 1]}, "99999 is beyond"),
         ({"question": "Hi"}, "has the columns question"),
+        ({**MESSAGES, "tools": ["f"]}, "tools is no list of tools"),
+        ({**MESSAGES, "tools": "f"}, "tools is no list of tools"),
     ],
 )
 def test_wrong_types_name_row_and_field(reader: CorpusReader, values: dict, words: str | None):
