@@ -160,11 +160,22 @@ def check_learned(stored: Mapping[str, Any], given: Mapping[str, Any], where: Pa
     """
     for name in sorted(set(stored) | set(given)):
         before, now = stored.get(name), given.get(name)
-        if before != now:
-            raise BadInput(
-                f"--{name.replace('_', '-')}: {now} given, but the run in {where} was started with "
-                f"{before}; use the same, another --out, or --init-from {where / FINAL}"
-            )
+        if before == now:
+            continue
+        if name == "cache" and before and len(before) == len(now):
+            before, now = _differences(before, now), _differences(now, before)
+        raise BadInput(
+            f"--{name.replace('_', '-')}: {now} given, but the run in {where} was started with "
+            f"{before}; use the same, another --out, or --init-from {where / FINAL}"
+        )
+
+
+def _differences(
+    stores: list[dict[str, Scalar]], others: list[dict[str, Scalar]]
+) -> list[dict[str, Scalar]]:
+    """Return those fields of stores that others do not have so."""
+    pairs = zip(stores, others, strict=True)
+    return [{k: v for k, v in one.items() if other.get(k) != v} for one, other in pairs]
 
 
 def _replace_folder(staging: Path, folder: Path) -> None:

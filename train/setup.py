@@ -47,6 +47,7 @@ from dflash_offline.train.sources import (
     open_caches,
     training_samples,
     warn_of_short_documents,
+    what_is_read,
 )
 from dflash_offline.train.stream import PassInput, StreamOptions
 from dflash_offline.train.target_head import TargetHead, load_target_head
@@ -183,7 +184,7 @@ def prepare(config: TrainConfig, world: World) -> Setup:
         warn_of_short_documents(caches, wanted, shape.layout)
     order = _order(config, caches, wanted)
     num_steps, total_samples = _length(config, order, state)
-    learned = _learned(config, caches, shape)
+    learned = _learned(config, caches, wanted, shape)
     if checkpoint is not None:
         check_learned(state.learned, learned, config.out)
     on_paper = head.to("meta", dtype)
@@ -386,13 +387,13 @@ def _length(
     return state.step + math.ceil((samples - done) / size), samples
 
 
-def _learned(config: TrainConfig, caches: list[Cache], shape: DrafterConfig) -> dict[str, Any]:
+def _learned(
+    config: TrainConfig, caches: list[Cache], wanted: list[list[int]], shape: DrafterConfig
+) -> dict[str, Any]:
     """Return what must agree for a run to go on as if it had not stopped."""
     options = config_as_dict(config)
     learned = {name: value for name, value in options.items() if name not in _FREE_OPTIONS}
-    learned["cache"] = [
-        {**cache.identity.target, **cache.identity.store, **cache.identity.plan} for cache in caches
-    ]
+    learned["cache"] = what_is_read(caches, wanted)
     learned["block_size"] = config.block_size or shape.block_size
     learned["draft_layers"] = config.draft_layers or shape.num_hidden_layers
     return learned

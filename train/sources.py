@@ -1,12 +1,13 @@
 """The stores of a run: opened, checked against each other, and their training samples chosen."""
 
+import hashlib
 import warnings
 
 import numpy as np
 
 from dflash_offline.common.cache import Cache, open_cache
 from dflash_offline.common.errors import BadInput, DamagedStore
-from dflash_offline.common.identity import MIX, compare
+from dflash_offline.common.identity import MIX, Scalar, compare
 from dflash_offline.common.store import supervised
 from dflash_offline.common.where import select
 from dflash_offline.train.anchors import BlockLayout, candidates
@@ -76,6 +77,20 @@ def training_samples(config: TrainConfig, cache: Cache, url: str) -> list[int]:
                 f"--where {config.where}: no training sample of {url} meets it; widen it"
             )
     return wanted[: config.num_samples]
+
+
+def what_is_read(caches: list[Cache], wanted: list[list[int]]) -> list[dict[str, Scalar]]:
+    """Return what tells stores, and their samples to train on, from others.
+
+    A store that has grown has the identity that it had.
+    """
+    stores = []
+    for cache, indices in zip(caches, wanted, strict=True):
+        digest = hashlib.blake2b(np.asarray(indices, np.int64).tobytes(), digest_size=4)
+        samples = {"training samples": f"{len(indices)} ({digest.hexdigest()})"}
+        ours = cache.identity
+        stores.append({**ours.target, **ours.store, **ours.plan, **samples})
+    return stores
 
 
 def check_supervision(config: TrainConfig, caches: list[Cache], wanted: list[list[int]]) -> None:

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -245,6 +246,22 @@ def test_other_options_are_refused_when_a_run_goes_on(config, small_store, tmp_p
         train(config(small_store[0], out, num_steps=4, resume=True, draft_config=file))
     with pytest.raises(BadInput, match="--mask-token-id 7 given, but the run in .* has 96"):
         train(config(small_store[0], out, num_steps=4, resume=True, mask_token_id=7))
+
+
+def test_a_store_that_has_grown_is_refused_when_a_run_goes_on(config, corpus_maker, tmp_path):
+    first, more = corpus_maker(), corpus_maker(seed=5, source="more")
+    with first.open(tmp_path / "store") as store:
+        first.commit(store)
+    run = config(tmp_path / "store", tmp_path / "run", num_steps=2)
+    train(run)
+    with more.open(tmp_path / "store", append=True) as store:
+        more.commit(store, first_pack=first.plan.num_packs)
+    words = (
+        r"--cache: \[{'training samples': '10 \(\w+\)'}\] given, but the run in .* was started "
+        r"with \[{'training samples': '5 "
+    )
+    with pytest.raises(BadInput, match=words):
+        train(replace(run, num_steps=4, resume=True))
 
 
 def test_checkpoints_rotate(config, small_store, tmp_path):
