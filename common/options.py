@@ -162,6 +162,9 @@ def exit_code_of(cli: click.Command, args: list[str] | None = None) -> int:
         if isinstance(problem, OSError) and problem.errno in _NO_ROOM:
             _complain(f"{problem}: what is committed is safe; free space and run the same command")
             return Stopped.exit_code
+        if isinstance(problem, PermissionError):
+            _complain(f"{problem}; give a file or folder that you may read and write")
+            return BadInput.exit_code
         traceback.print_exc()
         _complain(f"this is a bug in {cli.name}; please report the traceback above")
         return EXIT_BUG

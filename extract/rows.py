@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dflash_offline.common.errors import BadInput
+from dflash_offline.common.errors import BadInput, Stopped
 
 _ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".arrow")
 # What a thread reads of a large file, and at once.
@@ -251,7 +251,10 @@ def _hub_data(spec: str) -> Any:
     subset, _, split = rest.partition(":")
     try:
         return datasets.load_dataset(hub_id, subset or None, split=split or "train")
-    except (OSError, ValueError) as problem:
+    except Stopped:
+        raise
+    # The last for a set that is made by code of its own.
+    except (OSError, ValueError, RuntimeError) as problem:
         reason = str(problem).strip().split("\n")[0]
         raise BadInput(
             f"--data {spec} cannot be loaded ({reason}); the form is hf:ID[:SUBSET[:SPLIT]]"

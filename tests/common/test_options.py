@@ -1,5 +1,6 @@
 """Options from a file, and the table of all of them."""
 
+import errno
 import os
 import signal
 import time
@@ -28,6 +29,10 @@ def be_stopped(_config: _Config) -> None:
         raise AttributeError("no such operator") from None
 
 
+def be_kept_out(_config: _Config) -> None:
+    raise PermissionError(errno.EACCES, "Permission denied", "/theirs/store")
+
+
 def see(config: _Config) -> None:
     SEEN.append(config)
 
@@ -54,6 +59,11 @@ def test_file_that_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_signal_that_a_library_makes_another_error_of(capsys: pytest.CaptureFixture[str]):
     assert call(function="be_stopped") == 3
     assert capsys.readouterr().err.startswith("error: stopped by SIGTERM")
+
+
+def test_place_of_others(capsys: pytest.CaptureFixture[str]):
+    assert call(function="be_kept_out") == 2
+    assert "'/theirs/store'; give a file or folder that you may" in capsys.readouterr().err
 
 
 def test_brackets_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]):
