@@ -1,5 +1,6 @@
 """The training run: steps in order, records, evaluations, checkpoints, and the final drafter."""
 
+import math
 import signal
 import threading
 import time
@@ -276,7 +277,10 @@ class Run:
                 "step": self._state.step,
                 "elapsed_s": self._state.elapsed_s,
                 "acceptance_length": whole.acceptance_length,
-                "accepted_by_position": whole.accepted_by_position,
+                # None where no text reaches: JSON has no NaN.
+                "accepted_by_position": [
+                    share if math.isfinite(share) else None for share in whole.accepted_by_position
+                ],
                 "by_source": whole.by_source,
                 "num_anchors": whole.num_anchors,
             }

@@ -171,7 +171,8 @@ class RunLog:
                 self._board.add_scalar(f"{kind}/{name}", value, step)
             elif name == "accepted_by_position":
                 for slot, share in enumerate(value, start=1):
-                    self._board.add_scalar(f"{kind}/accepted/{slot}", share, step)
+                    if share is not None:
+                        self._board.add_scalar(f"{kind}/accepted/{slot}", share, step)
 
 
 def _forget_after(path: Path, step: int) -> None:

@@ -51,7 +51,8 @@ class WandbLog:
             if isinstance(value, int | float):
                 values[f"{kind}/{name}"] = value
             elif name == "accepted_by_position":
-                values |= {f"{kind}/accepted/{slot}": v for slot, v in enumerate(value, start=1)}
+                places = enumerate(value, start=1)
+                values |= {f"{kind}/accepted/{k}": v for k, v in places if v is not None}
         # Steps that are run again after a resume would be out of order as W&B's own step.
         self._run.log(values)
 

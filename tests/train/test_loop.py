@@ -181,7 +181,7 @@ def test_passes_change_nothing_but_rounding(config, small_store, tmp_path):
 
 
 def test_evaluations_keep_to_the_rows_of_a_pass(config, corpus_maker, tmp_path, monkeypatch):
-    corpus = corpus_maker(num_held_out=3)
+    corpus = corpus_maker(lengths=(40, 70, 25, 64, 60, 33), num_held_out=3)
     with corpus.open(tmp_path / "store") as store:
         corpus.commit(store)
     run, judged = BlockJudge.run, []
@@ -192,10 +192,14 @@ def test_evaluations_keep_to_the_rows_of_a_pass(config, corpus_maker, tmp_path, 
 
     monkeypatch.setattr(BlockJudge, "run", counted)
     for rows in (64, 16384):
-        train(config(tmp_path / "store", tmp_path / f"{rows}", num_steps=1, rows_per_pass=rows))
+        out = tmp_path / f"{rows}"
+        train(config(tmp_path / "store", out, num_steps=1, rows_per_pass=rows, block_size=64))
     assert judged == [1, 1, 1, 3]
     few, many = (records(tmp_path / f"{rows}", "eval")[0] for rows in (64, 16384))
     assert few["accepted_by_position"] == many["accepted_by_position"]
+    # The longest text ends before the last slot.
+    assert few["accepted_by_position"][-1] is None
+    assert few["accepted_by_position"][0] is not None
 
 
 def test_epochs_and_the_last_short_step(config, small_store, tmp_path):

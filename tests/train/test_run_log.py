@@ -89,7 +89,9 @@ def test_records_and_curves(tmp_path, capsys):
         log.run({"lr": 0.1}, device="cpu")
         log.train(record(1, 3.0), done=1)
         log.train(record(2, 2.5), done=2)
-        log.evaluation({"step": 2, "acceptance_length": 1.7, "accepted_by_position": [0.5, 0.2]})
+        log.evaluation(
+            {"step": 2, "acceptance_length": 1.7, "accepted_by_position": [0.5, 0.2, None]}
+        )
     assert [each["kind"] for each in lines(tmp_path)] == ["run", "train", "train", "eval"]
     curves = EventAccumulator(str(tmp_path / "tensorboard"))
     curves.Reload()
@@ -146,11 +148,13 @@ def test_records_go_to_wandb(tmp_path, monkeypatch, has_key, has_network, mode):
     wandb = WandbLog("drafters", tmp_path / "first", {"lr": 0.1})
     with RunLog(tmp_path / "first", total=1, step=0, done=0, wandb=wandb) as log:
         log.train(record(1, 3.0), done=1)
+        log.evaluation({"step": 1, "accepted_by_position": [0.5, None]})
     assert fake.started["mode"] == mode
     assert (fake.started["project"], fake.started["name"]) == ("drafters", "first")
     assert fake.started["config"] == {"lr": 0.1}
     assert fake.logged[0]["train/step"] == 1
     assert fake.logged[0]["train/accepted/2"] == 0.1
+    assert fake.logged[1] == {"eval/step": 1, "eval/accepted/1": 0.5}
     assert fake.is_finished
     first = fake.started["id"]
     WandbLog("drafters", tmp_path / "first", {})
