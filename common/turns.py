@@ -30,6 +30,7 @@ _REASONING = re.compile(
 _REASONING_OPENS = ("<think>", "[THINK]")
 _REASONING_CLOSES = re.compile(r"</think>|\[/THINK\]")
 _EMPTY_REASONING = re.compile(r"<think>\s*</think>\s*|\[THINK\]\s*\[/THINK\]\s*")
+_LEADING_REASONING = re.compile(r"\A(<think>.*?</think>|\[THINK\].*?\[/THINK\])\s*", re.DOTALL)
 # What a generation prompt may end with and a turn that lost its reasoning has not.
 _OPENED_REASONING = re.compile(r"(<think>|\[THINK\])\s*((</think>|\[/THINK\])\s*)?\Z")
 
@@ -127,6 +128,8 @@ def _by_prefixes(
     if start is not None and is_prefix and len(through) >= start:
         span = start, len(through)
         return _turn(text, messages[i], span=span, content=_locate_last(text, pieces, span))
+    if start is not None and not pieces[-1] and (end := _rest_end(text, start, through)):
+        return _turn(text, messages[i], span=(start, end), content=(start, start))
     search = _behind_others(text, messages[:i], cursor) if start is None else start
     content = _locate(text, pieces, start=search)
     if content is None:
@@ -140,6 +143,18 @@ def _header_end(text: str, header: str | None) -> int | None:
     """Return where a turn starts in `text`; None where its generation prompt is not found."""
     plain = None if header is None else _OPENED_REASONING.sub("", header)
     return next((len(h) for h in (header, plain) if h is not None and text.startswith(h)), None)
+
+
+def _rest_end(text: str, start: int, through: str | None) -> int | None:
+    """Return where a turn ends that has no text of its own, such as a call of a tool.
+
+    Args:
+        through: the conversation up to its end, which may have reasoning that `text` has lost.
+    """
+    if through is None or not through.startswith(text[:start]):
+        return None
+    rest = _LEADING_REASONING.sub("", through[start:])
+    return start + len(rest) if rest and text.startswith(rest, start) else None
 
 
 def _behind_others(text: str, messages: Sequence[Message], cursor: int) -> int:

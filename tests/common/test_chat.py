@@ -228,6 +228,24 @@ def test_lost_reasoning_is_not_found_in_a_later_turn(tokenizer):
         assert written == ["Yes.<|im_end|>", f"{same}<|im_end|>"]
 
 
+@pytest.mark.parametrize("reasoning", ["", "hm"])
+def test_turn_without_text_of_its_own(tokenizer, reasoning: str):
+    """A call, or nothing at all, though the template takes its reasoning away later."""
+    call = "{% if m.tool_calls %}<call>{{ m.tool_calls[0].name }}</call>{% endif %}<|im_end|>\n"
+    template = THINKING.replace("<|im_end|>\n{% endfor", f"{call}{{% endfor")
+    content = f"<think>\n{reasoning}\n</think>\n\n" if reasoning else ""
+    # The last turn has the same, which is not to be taken for the first one's.
+    last = {**TURNS[3], "content": f"{content}So long!"}
+    calling = {"role": "assistant", "content": content, "tool_calls": [{"name": "f"}]}
+    for first, expected in ((calling, "<call>f</call>"), ({**calling, "tool_calls": None}, "")):
+        talk = [TURNS[0], first, {"role": "tool", "content": "So long!"}, TURNS[2], last]
+        written = marked(tokenizer, template, talk, bits=LossMask.END_OF_TURN)
+        assert len(written) == 2
+        written = marked(tokenizer, template, talk, bits=LossMask.SUPERVISED)
+        assert written[0] == f"{expected}<|im_end|>"
+        assert written[1].endswith("So long!<|im_end|>")
+
+
 def test_refused_conversation(tokenizer):
     tokenizer.chat_template = INST
     with pytest.raises(BadInput, match="only user and assistant"):
