@@ -231,7 +231,7 @@ def stages(options: Namespace, folder: Path) -> tuple[Stage, Stage]:
             *("--cache", str(folder / "extraction-whole"), "--num-steps", str(options.steps)),
             *("--samples-per-step", str(options.samples_per_step), "--log-every", "1"),
             *("--checkpoint-every", str(max(2, options.steps // 12)), "--draft-layers", "2"),
-            *("--block-size", "8", "--num-anchors", "16", "--rows-per-pass", "1024"),
+            *("--block-size", "16", "--num-anchors", "8", "--rows-per-pass", "1024"),
             *("--mask-token-id", str(VOCAB - 1), "--device", DEVICE.type),
         ],
         progress=lambda out: len(losses(out)),
