@@ -110,7 +110,8 @@ class LocalAnswers:
         )
         watch(0.0, 0)
         for job, each in zip(jobs, decoded, strict=True):
-            text = self._tokenizer.decode(each.tokens, skip_special_tokens=True)
+            # Marks of reasoning and calls are special tokens of some targets, and their words.
+            text = self._tokenizer.decode(each.tokens, skip_special_tokens=False)
             # A limit may stand between the bytes of a character, which the target did not write.
             text = text.removesuffix("\ufffd") if each.is_cut else text
             reason = "length" if each.is_cut else "stop"

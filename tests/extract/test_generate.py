@@ -16,7 +16,7 @@ from dflash_offline.common.chat import ChatOptions, render_prompt
 from dflash_offline.common.store import LossMask, supervised
 from dflash_offline.common.target import Target, load_target, load_tokenizer
 from dflash_offline.extract import local_answers
-from dflash_offline.extract.batch_decode import Sampling, _choose, decode_batch
+from dflash_offline.extract.batch_decode import Decoded, Sampling, _choose, decode_batch
 from dflash_offline.extract.cli import main as extract_command
 from dflash_offline.extract.generate_cli import main as generate_command
 
@@ -136,7 +136,21 @@ def test_answers_of_every_prompt_format(make_target, prompts, run, tmp_path):
     for row in rows[:1]:
         prompt = render_prompt(tokenizer, row["messages"][:1], ChatOptions())
         alone = greedy_alone(target, prompt, tokenizer.eos_token_id, 8)
-        assert row["messages"][1]["content"] == tokenizer.decode(alone, skip_special_tokens=True)
+        assert row["messages"][1]["content"] == tokenizer.decode(alone).removesuffix("\ufffd")
+
+
+def test_answer_is_whole(make_target, prompts, run, tmp_path, monkeypatch):
+    """With the special tokens inside, and without the half of a character at a cut end."""
+    folder, out = make_target("qwen3"), tmp_path / "answers.jsonl"
+    tokens = load_tokenizer(folder)("<|mask|>hm<|mask|>Oh \u00e9")["input_ids"]
+
+    def decode(_target: Target, prompts: list, *_args: object, **_options: object) -> list[Decoded]:
+        return [Decoded(tokens=tokens[:-1], is_cut=True) for _ in prompts]
+
+    monkeypatch.setattr(local_answers, "decode_batch", decode)
+    args = ("--target", folder, "--data", prompts, "--out", out, "--num-samples", 1)
+    assert run(generate_command, *args, "--max-new-tokens", 8) == 0
+    assert rows_in(out)[0]["messages"][-1]["content"] == "<|mask|>hm<|mask|>Oh "
 
 
 def test_extract_reads_answers(make_target, prompts, run, tmp_path):
