@@ -35,9 +35,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--kills", type=int, default=0, help="Kills of the writer for each storage in test_kills."
     )
-    parser.addoption("--flips", type=int, default=120, help="Damaged files in test_flips.")
+    parser.addoption("--flips", type=int, default=200, help="Damaged files in test_flips.")
     parser.addoption(
-        "--decoded", type=int, default=4, help="Prompts that test_decode asks the real target."
+        "--decoded", type=int, default=5, help="Prompts that test_decode asks the real target."
     )
 
 
