@@ -60,7 +60,11 @@ def self_check(
     Returns:
         For every layer, the relative error of the rows and the share that is nearer to another
         layer's state; for the final state, the error of the log-probabilities that the head makes
-        of it.
+        of it. Of samples whose states the target itself does not make finite, which extraction
+        quarantines, nothing is compared.
+
+    Raises:
+        FoundProblems: no sample is left.
     """
     places = checked_samples(np.array([len(sample) for sample in samples]))
     chosen = [samples[at][:MAX_TOKENS] for at in places]
@@ -73,6 +77,11 @@ def self_check(
         given = states.features[:, rows], states.final[rows]
         errors.append(_sample_errors(target, layers, sample, *given))
         first = rows.stop
+    if chosen and not any(errors):
+        raise FoundProblems(
+            f"the target's states of all {len(chosen)} samples of the self-check are not finite, "
+            f"so {_NOTHING}; check the target's weights and its precision, {target.dtype}"
+        )
     return _checks(target, errors, codec_bound=0.0)
 
 
@@ -133,8 +142,11 @@ def _checks(
         "log-probabilities": _LOGIT_BOUND.get(target.dtype, _LOGIT_BOUND_BFLOAT16)
         + min(codec_bound, _CODEC_BOUND["int8"]),
     }
-    names = errors[0] if errors else {}
-    return [_check(name, np.concatenate([each[name] for each in errors]), bounds) for name in names]
+    compared = [each for each in errors if each]
+    names = compared[0] if compared else {}
+    return [
+        _check(name, np.concatenate([each[name] for each in compared]), bounds) for name in names
+    ]
 
 
 def _check(name: str, values: np.ndarray, bounds: dict[str, float]) -> Check:
@@ -162,10 +174,16 @@ def _sample_errors(
     features: np.ndarray,
     final: np.ndarray | None,
 ) -> dict[str, np.ndarray]:
-    """Return the errors of one sample's patterns, uint16 [K, T, H] and [T, H], by name."""
+    """Return the errors of one sample's patterns, uint16 [K, T, H] and [T, H], by name.
+
+    None at all where the target itself makes states that are not finite: what the hot path made of
+    them says nothing of it.
+    """
     ids = torch.from_numpy(sample.astype(np.int64))[None]
     every = _reference_states(target, ids)  # N states [T, H]
-    errors = {}
+    errors: dict[str, np.ndarray] = {}
+    if not all(bool(state.isfinite().all()) for state in every):
+        return errors
     for k, layer in enumerate(layers):
         captured = _from_patterns(features[k]).to(target.device)
         distances = torch.stack([_row_error(captured, state) for state in every])  # [N, T]

@@ -1,12 +1,16 @@
 """The self-check is quiet on sound states and finds every fault that others shipped."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from dflash_offline.common.cache import open_cache
+from dflash_offline.common.cache_cli import main as cache_command
 from dflash_offline.common.errors import FoundProblems
 from dflash_offline.common.target import Target, load_target
 from dflash_offline.extract import forward as forward_module
@@ -14,6 +18,7 @@ from dflash_offline.extract.cli import main as extract_command
 from dflash_offline.extract.self_check import report, self_check
 
 LAYERS = (0, 1, 4)
+ROLES = ("user", "assistant")
 
 
 def samples() -> list[np.ndarray]:
@@ -157,6 +162,40 @@ def test_wrong_logit_scale_is_found(make_target):
     assert bad == ["log-probabilities"]
 
 
+def spoil(target: Target, tokens: list[int]) -> None:
+    """Let the target itself make states that are not finite wherever it reads these tokens."""
+    with torch.no_grad():
+        target.embed_tokens.weight[tokens] = float("nan")
+
+
+def test_samples_without_finite_states_are_left_out(make_target, monkeypatch):
+    """They are for the hot loop to quarantine; a fault elsewhere is found all the same."""
+    target = load_target(make_target("qwen3"), dtype=torch.float32, device="cpu", head=False)
+    given = samples()
+    given[4][7] = 251
+    spoil(target, [251])
+    checks = self_check(target, LAYERS, given)
+    report(checks)
+    assert len(checks) == 2 * len(LAYERS) + 1
+    shift_layers(monkeypatch)
+    with pytest.raises(FoundProblems, match="self-check failed"):
+        report(self_check(target, LAYERS, given))
+
+
+def test_hot_path_alone_that_is_not_finite_is_found(make_target, monkeypatch):
+    target = load_target(make_target("qwen3"), dtype=torch.float32, device="cpu", head=False)
+    change_states(monkeypatch, lambda s: torch.full_like(s, torch.nan))
+    with pytest.raises(FoundProblems, match="self-check failed"):
+        report(self_check(target, LAYERS, samples()))
+
+
+def test_target_without_any_finite_state(make_target):
+    target = load_target(make_target("qwen3"), dtype=torch.float32, device="cpu", head=False)
+    spoil(target, list(range(260)))
+    with pytest.raises(FoundProblems, match="all 4 samples of the self-check are not finite"):
+        self_check(target, LAYERS, samples())
+
+
 def extraction(target: Path, data: Path, out: Path, codec: str) -> tuple[object, ...]:
     sizes = ("--pack-tokens", 1024, "--batch-tokens", 512, "--layers", "0,1,4")
     files = ("--target", target, "--data", data, "--out", out)
@@ -201,3 +240,26 @@ def test_fault_behind_the_forward_is_found(
     options = extraction(tiny_target, write_corpus(80), tmp_path / "store", codec)
     assert run(extract_command, *options) == 1
     assert "check of the store failed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--codec", "raw"), ("--codec", "int8", "--teacher", "final"), ("--teacher", "topk:4")],
+    ids=lambda options: options[-1],
+)
+def test_sample_that_the_target_itself_spoils(options, make_target, run, tmp_path):
+    """Among those of the self-check, and quarantined as any other."""
+    folder, data = shutil.copytree(make_target("qwen3"), tmp_path / "target"), tmp_path / "d.jsonl"
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][ord("~") - 33] = float("nan")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    rows = [("Name a letter.", "abcdefghi"[i] * 20 * (i + 1)) for i in range(9)]
+    rows[-1] = ("Name a letter.", "~" * 200)
+    talks = [[{"role": r, "content": c} for r, c in zip(ROLES, row, strict=True)] for row in rows]
+    data.write_text("".join(json.dumps({"messages": each}) + "\n" for each in talks))
+    args = ("--target", folder, "--data", data, "--out", tmp_path / "s", "--layers", "0,1,4")
+    args = (*args, "--holdout", "0%", *options)
+    assert run(extract_command, *args, "--max-bad", 20) == 0
+    assert len(open_cache(str(tmp_path / "s")).samples) == 8
+    assert run(cache_command, "verify", "--deep", tmp_path / "s") == 0
+    assert run(extract_command, *args) == 1
