@@ -184,7 +184,7 @@ def prepare(config: TrainConfig, world: World) -> Setup:
         warn_of_short_documents(caches, wanted, shape.layout)
     order = _order(config, caches, wanted)
     num_steps, total_samples = _length(config, order, state)
-    learned = _learned(config, caches, wanted, shape)
+    learned = _learned(config, caches, wanted, shape) | {"dtype": str(dtype)[len("torch.") :]}
     if checkpoint is not None:
         check_learned(state.learned, learned, config.out)
     on_paper = head.to("meta", dtype)

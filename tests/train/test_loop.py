@@ -250,6 +250,8 @@ def test_other_options_are_refused_when_a_run_goes_on(config, small_store, tmp_p
         train(config(small_store[0], out, num_steps=4, resume=True, draft_config=file))
     with pytest.raises(BadInput, match="--mask-token-id 7 given, but the run in .* has 96"):
         train(config(small_store[0], out, num_steps=4, resume=True, mask_token_id=7))
+    # What auto is on a CPU.
+    train(config(small_store[0], out, num_steps=4, resume=True, device="cpu", dtype="float32"))
 
 
 def test_a_store_that_has_grown_is_refused_when_a_run_goes_on(config, corpus_maker, tmp_path):
