@@ -6,7 +6,7 @@ mixture-of-experts target has three times the width.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ _IGNORED_KEYS = {
 class ShapeWishes:
     """What the user said about the drafter; None leaves it open."""
 
-    draft_config: Path | None = None
+    file: Mapping[str, Any] = field(default_factory=dict)  # what --draft-config holds
     draft_layers: int | None = None
     block_size: int | None = None
 
@@ -47,24 +47,23 @@ def new_drafter_config(
     """Return the configuration of a drafter that starts from random weights.
 
     Raises:
-        BadInput: the file cannot be read or does not fit the store, or the target's config lacks
-            what a drafter needs.
+        BadInput: the file does not fit the store, or the target's config lacks what a drafter
+            needs.
     """
     base = _from_target(cache, head, layers, mask_token_id).to_json()
-    file = read_draft_config(wishes.draft_config)
-    merged = _merge(base, file)
+    merged = _merge(base, wishes.file)
     merged["dflash_config"]["mask_token_id"] = mask_token_id
     if wishes.draft_layers is not None and wishes.draft_layers != merged["num_hidden_layers"]:
         given = merged.get("layer_types")
-        if file and given and len(set(given)) > 1:
+        if wishes.file and given and len(set(given)) > 1:
             raise BadInput(
                 f"--draft-layers {wishes.draft_layers} differs from the {len(given)} layer_types "
-                f"of --draft-config {wishes.draft_config}; drop one of them"
+                "of --draft-config; drop one of them"
             )
         merged["num_hidden_layers"] = wishes.draft_layers
         merged["layer_types"] = given[:1] * wishes.draft_layers if given else None
     shape = with_wishes(DrafterConfig.from_json(merged), wishes)
-    check_kept(file, shape, wishes)
+    check_kept(shape, wishes)
     return shape
 
 
@@ -106,18 +105,18 @@ def check_fits(config: DrafterConfig, cache: Cache, source: str) -> None:
     """Refuse a drafter that does not belong to a store's target and layers.
 
     Raises:
-        BadInput: names the field, both values and `source`, where the drafter came from.
+        BadInput: names the name, both values and `source`, where the drafter came from.
     """
     schema = cache.schema
     depth = int(text_config(cache.target_config)["num_hidden_layers"])
-    for field, given, wanted in (
+    for name, given, wanted in (
         ("hidden_size", config.hidden_size, schema.hidden),
         ("vocab_size", config.vocab_size, schema.vocab_size),
         ("num_target_layers", config.num_target_layers, depth),
     ):
         if given != wanted:
             raise BadInput(
-                f"{source}: {field} is {given}, but the target of {cache.blobs.url} has {wanted}; "
+                f"{source}: {name} is {given}, but the target of {cache.blobs.url} has {wanted}; "
                 "use a store of the drafter's own target"
             )
     missing = [layer for layer in config.target_layer_ids if layer not in schema.layers]
@@ -129,7 +128,7 @@ def check_fits(config: DrafterConfig, cache: Cache, source: str) -> None:
         )
 
 
-def check_kept(file: Mapping[str, Any], shape: DrafterConfig, wishes: ShapeWishes) -> None:
+def check_kept(shape: DrafterConfig, wishes: ShapeWishes) -> None:
     """Refuse a `--draft-config` with a key that says something else than what the drafter is.
 
     Raises:
@@ -144,8 +143,8 @@ def check_kept(file: Mapping[str, Any], shape: DrafterConfig, wishes: ShapeWishe
     if wishes.block_size is not None:
         overridden.add("block_size")
     for given, kept in (
-        (file, made),
-        (file.get("dflash_config") or {}, neutral | made["dflash_config"]),
+        (wishes.file, made),
+        (wishes.file.get("dflash_config") or {}, neutral | made["dflash_config"]),
     ):
         for key in sorted(set(given) - _IGNORED_KEYS - overridden):
             # Zero and false are other spellings of none.
@@ -225,13 +224,13 @@ def read_draft_config(path: Path | None) -> dict[str, Any]:
     return given
 
 
-def _merge(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+def _merge(base: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Lay a file over the defaults; what depends on a given key does not keep its default."""
     unknown = sorted(set(given) - set(base) - _IGNORED_KEYS - {"is_causal"})
     if unknown:
         raise BadInput(f"--draft-config sets {unknown[0]}, which a DFlash drafter has not; drop it")
     special = given.get("dflash_config") or {}
-    merged = base | given
+    merged = base | dict(given)
     merged["dflash_config"] = base["dflash_config"] | special
     for key in ("block_size", "sample_from_anchor"):
         if key in given and key not in special:

@@ -18,7 +18,7 @@ from dflash_offline.common.store import Schema
 from dflash_offline.train.config import TrainConfig
 from dflash_offline.train.drafter_config import DrafterConfig
 from dflash_offline.train.fp8 import ALL, NONE
-from dflash_offline.train.loss_spec import parse_loss
+from dflash_offline.train.objective import Objective
 from dflash_offline.train.target_head import TargetHead
 
 _GB = 1e9
@@ -200,6 +200,7 @@ def memory_line(
     caches: list[Cache],
     wanted: list[list[int]],
     *,
+    objective: Objective,
     head: TargetHead,
     device: torch.device,
     world_size: int,
@@ -210,6 +211,7 @@ def memory_line(
         config: the run's options.
         shape: the drafter's.
         caches, wanted: the stores, and the samples of each to train on.
+        objective: says whether the target's logits are made.
         head: in the compute dtype, on any device.
         device: where to train.
         world_size: processes of the job.
@@ -221,6 +223,7 @@ def memory_line(
             caches,
             wanted,
             rows=rows,
+            objective=objective,
             head=head,
             block_size=shape.block_size,
             world_size=world_size,
@@ -236,6 +239,7 @@ def _load_of(
     wanted: list[list[int]],
     *,
     rows: int,
+    objective: Objective,
     head: TargetHead,
     block_size: int,
     world_size: int,
@@ -258,7 +262,7 @@ def _load_of(
         context=context,
         chunk_rows=head.chunk_rows,
         head_copies=1 if head.weight is head.embed else 2,
-        has_teacher=parse_loss(config.loss).terms.need_teacher and not caches[0].schema.num_topk,
+        has_teacher=objective.makes_target_logits,
         optimizer=config.optimizer,
         has_average=config.ema is not None,
         has_noise=config.noise > 0,

@@ -92,6 +92,7 @@ class Objective:
     terms: Terms = CROSS_ENTROPY
     teacher_labels: bool = False  # labels are the target's best tokens, not the data's
     noise: float = 0.0  # largest size of the uniform noise on the context's states
+    num_topk: int = 0  # the teacher is known by so many best tokens; 0: by its states
 
     @property
     def needs_label(self) -> bool:
@@ -100,8 +101,18 @@ class Objective:
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether the target's states take part."""
+        """Whether the target's states, or its best tokens, take part."""
         return self.teacher_labels or self.terms.need_teacher
+
+    @property
+    def needs_states(self) -> bool:
+        """Whether the target's states take part."""
+        return self.needs_teacher and not self.num_topk
+
+    @property
+    def makes_target_logits(self) -> bool:
+        """Whether the target's logits are made beside the drafter's."""
+        return self.terms.need_teacher and not self.num_topk
 
     def weights(self, nll: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         """Return the detached weights [A, P] for negative log-likelihoods [A, P]."""
@@ -111,8 +122,15 @@ class Objective:
         return decay_weights(valid, self.gamma, nll.dtype)
 
 
-def objective_of(spec: LossSpec, *, labels: str, block_size: int, noise: float = 0.0) -> Objective:
-    """Return the objective that `--loss`, `--labels` and `--noise` ask for."""
+def objective_of(
+    spec: LossSpec, *, labels: str, block_size: int, noise: float = 0.0, num_topk: int = 0
+) -> Objective:
+    """Return the objective that `--loss`, `--labels` and `--noise` ask for.
+
+    Args:
+        num_topk: best tokens that the stores keep of their teacher, 0 where they keep its states.
+    """
+    has_teacher = labels == "teacher" or spec.terms.need_teacher
     return Objective(
         loss=spec.weights,
         gamma=spec.gamma or decay_gamma(block_size),
@@ -120,6 +138,7 @@ def objective_of(spec: LossSpec, *, labels: str, block_size: int, noise: float =
         terms=spec.terms,
         teacher_labels=labels == "teacher",
         noise=noise,
+        num_topk=num_topk if has_teacher else 0,
     )
 
 

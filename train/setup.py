@@ -97,17 +97,13 @@ class Setup:
             seed=self.config.seed,
             supervise=self.config.supervise,
             skip_damaged=self.config.damaged == "skip",
-            with_final=self.objective.needs_teacher and not self._num_topk,
-            num_topk=self._num_topk,
+            with_final=self.objective.needs_states,
+            num_topk=self.objective.num_topk,
             # Half the bytes to copy to a GPU; on a CPU the copy converts at once.
             dtype=torch.bfloat16 if self.device.type == "cuda" else self.dtype,
             pinned=self.device.type == "cuda",
             table_sizes=self._table_sizes() if self.device.type == "cuda" else {},
         )
-
-    @property
-    def _num_topk(self) -> int:
-        return self.caches[0].schema.num_topk if self.objective.needs_teacher else 0
 
     def _table_sizes(self) -> dict[str, tuple[int, ...]]:
         shape = self.drafter.config
@@ -124,7 +120,7 @@ class Setup:
             return
         codecs = [cache.schema.codec for cache in self.caches]
         warm_up_step(self.drafter, self.head, self.objective, self.stream_options, codecs=codecs)
-        k = self._num_topk
+        k = self.objective.num_topk
         ids = torch.arange(k, dtype=torch.int32, device=self.device).expand(self.head.chunk_rows, k)
 
         def loss(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -177,9 +173,14 @@ def prepare(config: TrainConfig, world: World) -> Setup:
     check_supervision(config, caches, wanted)
     head = load_target_head(caches[0])
     shape, mask_token = _shape(config, caches, head, checkpoint)
-    objective = _objective(config, shape)
-    makes_logits = objective.terms.need_teacher and not caches[0].schema.num_topk
-    head = head_for(head, shape, has_teacher=makes_logits)
+    objective = objective_of(
+        parse_loss(config.loss),
+        labels=config.labels,
+        block_size=shape.block_size,
+        noise=config.noise,
+        num_topk=caches[0].schema.num_topk,
+    )
+    head = head_for(head, shape, has_teacher=objective.makes_target_logits)
     if world.is_first:
         warn_of_short_documents(caches, wanted, shape.layout)
     order = _order(config, caches, wanted)
@@ -189,7 +190,14 @@ def prepare(config: TrainConfig, world: World) -> Setup:
         check_learned(state.learned, learned, config.out)
     on_paper = head.to("meta", dtype)
     memory = memory_line(
-        config, shape, caches, wanted, head=on_paper, device=device, world_size=world.size
+        config,
+        shape,
+        caches,
+        wanted,
+        objective=objective,
+        head=on_paper,
+        device=device,
+        world_size=world.size,
     )
     drafter = _drafter(config, shape, checkpoint)
     sharding = None
@@ -217,15 +225,6 @@ def prepare(config: TrainConfig, world: World) -> Setup:
         checkpoint=checkpoint,
         memory=memory,
         sharding=sharding,
-    )
-
-
-def _objective(config: TrainConfig, shape: DrafterConfig) -> Objective:
-    return objective_of(
-        parse_loss(config.loss),
-        labels=config.labels,
-        block_size=shape.block_size,
-        noise=config.noise,
     )
 
 
@@ -277,14 +276,13 @@ def _shape(
 ) -> tuple[DrafterConfig, MaskToken]:
     """Return the drafter's configuration and its mask token, with the reason for it."""
     wishes = ShapeWishes(
-        draft_config=config.draft_config,
+        file=read_draft_config(config.draft_config),
         draft_layers=config.draft_layers,
         block_size=config.block_size,
     )
-    file = read_draft_config(config.draft_config)
     if checkpoint is not None:
         shape = load_drafter_config(checkpoint)
-        check_kept(file, shape, wishes)
+        check_kept(shape, wishes)
         if config.mask_token_id not in (None, shape.mask_token_id):
             raise BadInput(
                 f"--mask-token-id {config.mask_token_id} given, but the run in {config.out} has "
@@ -302,7 +300,7 @@ def _shape(
         caches,
         head.embed,
         given=config.mask_token_id,
-        in_file=(file.get("dflash_config") or {}).get("mask_token_id"),
+        in_file=(wishes.file.get("dflash_config") or {}).get("mask_token_id"),
         initial=initial.mask_token_id if initial else None,
     )
     if initial is not None:

@@ -8,7 +8,7 @@ from safetensors.torch import load, save
 
 from dflash_offline.common.cache import open_cache
 from dflash_offline.common.errors import BadInput
-from dflash_offline.train.draft_shape import ShapeWishes, new_drafter_config
+from dflash_offline.train.draft_shape import ShapeWishes, new_drafter_config, read_draft_config
 from dflash_offline.train.target_head import TargetHead, load_target_head
 
 
@@ -26,7 +26,7 @@ def shape_for(corpus_maker, tmp_path):
         cache = open_cache(str(folder))
         if file is not None:
             (tmp_path / "draft.json").write_text(json.dumps(file))
-            wishes["draft_config"] = tmp_path / "draft.json"
+            wishes["file"] = read_draft_config(tmp_path / "draft.json")
         head = load_target_head(cache)
         return new_drafter_config(
             cache, head, ShapeWishes(**wishes), layers=(1, 3), mask_token_id=96

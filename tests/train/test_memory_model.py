@@ -7,6 +7,7 @@ import torch
 from dflash_offline.common.errors import BadInput
 from dflash_offline.train.config import TrainConfig
 from dflash_offline.train.drafter import Drafter
+from dflash_offline.train.loss_spec import parse_loss
 from dflash_offline.train.memory_model import (
     Load,
     _load_of,
@@ -15,6 +16,7 @@ from dflash_offline.train.memory_model import (
     remedy,
     typical_pass,
 )
+from dflash_offline.train.objective import objective_of
 from dflash_offline.train.target_head import TargetHead
 
 
@@ -115,9 +117,13 @@ def test_what_sharing_all_out_saves(config_maker):
 @pytest.mark.parametrize(("teacher", "has_logits"), [("final", True), ("topk:5", False)])
 def test_a_teacher_of_best_tokens_has_no_logits(tmp_path, corpus_maker, teacher, has_logits):
     cache = corpus_maker(teacher=teacher)  # has the schema and the plan that a store has
-    run = TrainConfig(cache=("store",), out=tmp_path / "run", loss="kl")
+    run = TrainConfig(cache=("store",), out=tmp_path / "run")
     head = TargetHead(embed=torch.ones(97, 64), weight=torch.ones(97, 64))
-    load = _load_of(run, [cache], [[0, 1]], rows=64, head=head, block_size=4, world_size=1)
+    objective = objective_of(
+        parse_loss("kl"), labels="data", block_size=4, num_topk=cache.schema.num_topk
+    )
+    given = {"objective": objective, "head": head, "block_size": 4, "world_size": 1}
+    load = _load_of(run, [cache], [[0, 1]], rows=64, **given)
     assert load.has_teacher is has_logits
 
 
