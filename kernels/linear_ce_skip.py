@@ -321,8 +321,9 @@ def linear_ce_skip(
         labels: [N] int64 token ids, as in linear_ce.
         max_tile_mass: probability, above 0; 1e-3 keeps 4 to 44 % of the tiles of a model that has
             learned, at an error of dX of 0.3 to 0.5 % where the head is ordered by probabilities.
-        logit_scale, softcap, chunk_rows, implementation: as in linear_ce. Chunks are cut at
-            multiples of 128 rows, so that their size does not change which tiles are kept.
+        logit_scale, softcap, implementation: as in linear_ce.
+        chunk_rows: as in linear_ce, rounded up to a multiple of 128, so that the size of chunks
+            does not change which tiles are kept.
 
     Raises:
         ValueError: shapes, dtypes or an implementation that do not go together.
@@ -342,8 +343,10 @@ def linear_ce_skip(
         as_triton=as_triton,
         max_tile_mass=max_tile_mass,
     )
-    results = run_loss(loss, chunk_rows=chunk_rows)
-    kept_frac = loss.counts.float().mean() / head.tile_means.shape[0]
+    # Two chunks that met inside a block would write to one list of tiles.
+    results = run_loss(loss, chunk_rows=-(-chunk_rows // BLOCK_ROWS) * BLOCK_ROWS)
+    # Of an empty batch nothing is kept.
+    kept_frac = loss.counts.sum() / max(1, loss.counts.shape[0] * head.tile_means.shape[0])
     return (
         results._replace(argmax=head.token_of[results.argmax]),
         SkipReport(error_bound=loss.bound, kept_frac=kept_frac),

@@ -34,6 +34,7 @@ def small_tiles(monkeypatch):
     # Two chunks at a time on a GPU, however small.
     monkeypatch.setattr(frozen_head, "SMALL_CHUNK_ROWS", 0)
     monkeypatch.setattr(linear_ce_skip, "PRODUCT_LAUNCH", ProductLaunch(32, 4, 2))
+    monkeypatch.setattr(linear_ce_skip, "BLOCK_ROWS", 16)
     torch.ones(1 << 16, dtype=torch.float64).exp()
     yield
     release_buffers()
@@ -62,8 +63,8 @@ def exact_run(x, weight, labels, **options):
 @pytest.mark.parametrize("max_tile_mass", [1e-30, 1e-4, 0.15])
 @pytest.mark.parametrize(("implementation", "dtype", "tolerance"), WAYS)
 def test_linear_ce_skip(implementation, dtype, tolerance, max_tile_mass, options):
-    # 321 columns are five tiles of 64 and one column; 130 rows would be two blocks.
-    x, weight, labels = problem(6, 64, 321, dtype=dtype)
+    # 321 columns are five tiles of 64 and one column, 20 rows a block of 16 and a ragged one.
+    x, weight, labels = problem(20, 64, 321, dtype=dtype)
     mass = torch.softmax(head_logits(x, weight, **options), dim=1).mean(dim=0)
     head = order_head(weight, mass)
     rows = x.clone().requires_grad_()
@@ -73,7 +74,7 @@ def test_linear_ce_skip(implementation, dtype, tolerance, max_tile_mass, options
         labels,
         max_tile_mass=max_tile_mass,
         implementation=implementation,
-        chunk_rows=4,
+        chunk_rows=10,
         **options,
     )
     expected, exact = exact_run(x, weight, labels, **options)
@@ -92,6 +93,33 @@ def test_linear_ce_skip(implementation, dtype, tolerance, max_tile_mass, options
         assert report.error_bound.max() > 0
     if max_tile_mass == 1e-30:
         assert error.max() < 5 * slack.max()
+
+
+@pytest.mark.parametrize("chunk_rows", [100, 200])
+def test_blocks_do_not_depend_on_chunks(monkeypatch, chunk_rows):
+    """A chunk that ended inside a block would share its list of tiles with the next."""
+    monkeypatch.setattr(linear_ce_skip, "BLOCK_ROWS", 128)
+    x, weight, labels = problem(300, 16, 321, dtype=torch.float64)
+    head = order_head(weight, torch.softmax(head_logits(x, weight), dim=1).mean(dim=0))
+    runs = []
+    for rows in (4096, chunk_rows):
+        given = x.clone().requires_grad_()
+        result, report = linear_ce_skip.linear_ce_skip(
+            given, head, labels, max_tile_mass=0.5, chunk_rows=rows, implementation="reference"
+        )
+        runs.append((*report, *torch.autograd.grad(result.nll.sum(), given)))
+    assert 0 < runs[0][1] < 1
+    torch.testing.assert_close(runs[0], runs[1])
+
+
+def test_skip_of_an_empty_batch():
+    x, weight, labels = problem(1, 16, 70, dtype=torch.float64)
+    head = order_head(weight, torch.ones(70))
+    result, report = linear_ce_skip.linear_ce_skip(
+        x[:0].requires_grad_(), head, labels[:0], implementation="reference"
+    )
+    assert (result.nll.shape, report.error_bound.shape) == ((0,), (0,))
+    assert report.kept_frac == 0
 
 
 def test_means_stand_in_for_what_is_skipped():
