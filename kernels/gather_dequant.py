@@ -299,10 +299,14 @@ def gather_dequant(
     """
     if not use_triton(states.values, implementation):
         return reference.gather_dequant(states, rows, norm_weight=norm_weight, eps=eps, dtype=dtype)
-    if not states.values.is_contiguous():
-        raise ValueError("states.values must be contiguous [K, T, ...]: call .contiguous() once")
+    for name, each in vars(states).items():
+        if torch.is_tensor(each) and not each.is_contiguous():
+            raise ValueError(f"states.{name} must be contiguous: call .contiguous() on it once")
     if states.hidden % 2:
         raise ValueError(f"states are {states.hidden} wide, kernels take an even width")
+    rows = None if rows is None else rows.contiguous()
+    if norm_weight is not None and norm_weight.stride(-1) != 1:
+        norm_weight = norm_weight.contiguous()
     return _launch(states, rows, norm_weight, eps, dtype)
 
 

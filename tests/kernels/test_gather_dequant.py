@@ -101,6 +101,34 @@ def test_gather_norm(codec, per_layer, implementation):
     torch.testing.assert_close(out.double(), token_major(wanted), rtol=1e-5, atol=1e-5)
 
 
+def test_strided_rows_and_weights():
+    states, x = coded("int8", hidden=64)
+    rows = torch.arange(9)[::2]
+    for norm_weight in (
+        torch.rand(64, 2)[:, 0],
+        torch.rand(64, 2).t(),
+        torch.rand(64).expand(2, 64),
+    ):
+        triton, plain = (
+            gather_dequant(
+                states, rows, norm_weight=norm_weight, dtype=torch.float32, implementation=each
+            )
+            for each in ("triton", "reference")
+        )
+        torch.testing.assert_close(triton, plain)
+    out = gather_dequant(states, rows, dtype=torch.float32, implementation="triton")
+    torch.testing.assert_close(out.double(), token_major(x, rows), rtol=1e-6, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["values", "scales", "gain", "exact_slot", "exact"])
+def test_buffers_with_gaps_are_refused(name):
+    states, _ = coded("int8")
+    whole = vars(states)[name]
+    given = torch.stack([whole, whole], -1)[..., 0]
+    with pytest.raises(ValueError, match=rf"states\.{name} must be contiguous"):
+        gather_dequant(CodedStates(**(vars(states) | {name: given})), implementation="triton")
+
+
 @pytest.mark.parametrize("codec", CODECS)
 def test_no_rows(codec):
     states, _ = coded(codec)
