@@ -52,6 +52,21 @@ def _check_norm(x: Tensor, weight: Tensor, widest: int) -> None:
         raise ValueError(f"x is {width} wide, kernels go to {widest}; use the reference")
 
 
+def _check_rotary(x: Tensor, table: Tensor) -> None:
+    if x.shape[2] % 2:
+        raise ValueError(f"heads have {x.shape[2]} channels, which must be an even number")
+    if table.shape != (x.shape[0], x.shape[2]):
+        raise ValueError(
+            f"positions or table are for {tuple(table.shape)} rows and channels, must be for "
+            f"those of x: {(x.shape[0], x.shape[2])}"
+        )
+
+
+def _check_pair(gate: Tensor, up: Tensor) -> None:
+    if gate.shape != up.shape:
+        raise ValueError(f"up is {tuple(up.shape)}, must be as gate: {tuple(gate.shape)}")
+
+
 class _RmsNorm(torch.autograd.Function):
     """Keeps x (or the sum) and the weight; the root mean square is computed again in backward."""
 
@@ -105,7 +120,7 @@ def rms_norm(
     if not use_triton(x, implementation):
         return reference.rms_norm(x, weight, eps)
     _check_norm(x, weight, MAX_WIDTH)
-    return _RmsNorm.apply(x, None, weight, eps)[0]
+    return _RmsNorm.apply(x, None, weight.contiguous(), eps)[0]
 
 
 def add_rms_norm(
@@ -128,7 +143,7 @@ def add_rms_norm(
     _check_norm(x, weight, MAX_WIDTH)
     if residual.shape != x.shape:
         raise ValueError(f"residual is {tuple(residual.shape)}, must be as x: {tuple(x.shape)}")
-    return _RmsNorm.apply(x, residual, weight, eps)
+    return _RmsNorm.apply(x, residual, weight.contiguous(), eps)
 
 
 def rotary_table(positions: Tensor, head_dim: int, theta: float = 10_000.0) -> Tensor:
@@ -208,7 +223,8 @@ def norm_rope(
         return reference.norm_rope(x, weight, positions, theta=theta, eps=eps)
     _check_norm(x, weight, 512)
     table = rotary_table(positions, x.shape[2], theta) if table is None else table
-    return _NormRope.apply(x, weight, table, eps)
+    _check_rotary(x, table)
+    return _NormRope.apply(x, weight.contiguous(), table.contiguous(), eps)
 
 
 def rope(
@@ -217,7 +233,9 @@ def rope(
     """Rotate the halves of every head of x [N, heads, D] by its position's angles [N]."""
     if not use_triton(x, implementation):
         return reference.rope(x, positions, theta)
-    return _NormRope.apply(x, None, rotary_table(positions, x.shape[2], theta), 0.0)
+    table = rotary_table(positions, x.shape[2], theta)
+    _check_rotary(x, table)
+    return _NormRope.apply(x, None, table, 0.0)
 
 
 def _swiglu_tiles(gate: Tensor) -> tuple[tuple[int, int], dict]:
@@ -278,6 +296,7 @@ def swiglu(gate: Tensor, up: Tensor, *, implementation: str | None = None) -> Te
     """Return silu(gate) * up, elementwise."""
     if not use_triton(gate, implementation):
         return reference.swiglu(gate, up)
+    _check_pair(gate, up)
     return _Swiglu.apply(gate, up)
 
 
@@ -293,4 +312,5 @@ def swiglu_linear(
     """
     if not use_triton(gate, implementation):
         return reference.swiglu_linear(gate, up, weight)
+    _check_pair(gate, up)
     return _SwigluLinear.apply(gate, up, weight)

@@ -111,6 +111,22 @@ def test_strided_heads():
     torch.testing.assert_close(*grads)
 
 
+def test_strided_weights_and_tables():
+    x, weight = torch.randn(7, 2, 64), torch.rand(64, 2)[:, 0]
+    wide = torch.cat([ops.rotary_table(POSITIONS, 64), torch.zeros(7, 64)], 1)
+    for op, options in (
+        (lambda *a, **k: ops.norm_rope(*a, POSITIONS, **k), {"table": wide[:, :64]}),
+        (ops.rms_norm, {}),
+        (lambda a, b, **k: ops.add_rms_norm(a, a, b, **k)[0], {}),
+    ):
+        given = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        got = op(given[0], torch.stack([given[1]] * 2, 1)[:, 0], implementation="triton", **options)
+        wanted = op(*given, implementation="reference", **options)
+        torch.testing.assert_close(got, wanted)
+        grads = (torch.autograd.grad(out.square().sum(), given) for out in (got, wanted))
+        torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
 def test_no_rows(implementation):
     x, weight = torch.zeros(0, 2, 8, requires_grad=True), torch.ones(8, requires_grad=True)
@@ -131,6 +147,18 @@ def test_bad_shapes():
         ops.rms_norm(torch.zeros(2, 20_000), torch.zeros(20_000), implementation="triton")
     with pytest.raises(ValueError, match="residual"):
         ops.add_rms_norm(torch.zeros(2, 8), torch.zeros(8), torch.zeros(8), implementation="triton")
+    # What would read behind a tensor's end.
+    x, weight, positions = torch.zeros(2, 1, 8), torch.zeros(8), torch.arange(1)
+    with pytest.raises(ValueError, match="positions or table are for"):
+        ops.norm_rope(x, weight, positions, implementation="triton")
+    with pytest.raises(ValueError, match="positions or table are for"):
+        ops.rope(x, positions, implementation="triton")
+    with pytest.raises(ValueError, match="even"):
+        ops.rope(x[..., :7], torch.arange(2), implementation="triton")
+    with pytest.raises(ValueError, match="as gate"):
+        ops.swiglu(torch.zeros(2, 8), torch.zeros(1, 8), implementation="triton")
+    with pytest.raises(ValueError, match="as gate"):
+        ops.swiglu_linear(x[0], x[0, :, :4], torch.zeros(3, 8), implementation="triton")
 
 
 @pytest.mark.gpu
