@@ -43,7 +43,7 @@ def feature_noise(
     """Return x plus noise that is uniform in (-width, width).
 
     Args:
-        x: [N, C] contiguous rows, no gradient.
+        x: [N, C], no gradient.
         keys: int32 [N], one for each row, well mixed.
         width: largest size of the noise.
         implementation: "triton", "reference", or None to choose by device.
@@ -51,15 +51,18 @@ def feature_noise(
     Returns:
         [N, C] in the dtype of x, rounded once.
     """
+    if keys.shape != x.shape[:1] or keys.dtype != torch.int32:
+        raise ValueError(f"keys are {keys.dtype} {tuple(keys.shape)}, must be int32 [{len(x)}]")
     if not use_triton(x, implementation):
         return _plain(x, keys, width)
+    x, keys = x.contiguous(), keys.contiguous()
     out = torch.empty_like(x)
     num_rows, num_columns = x.shape
     if x.numel():
         grid = (num_rows, triton.cdiv(num_columns, _BLOCK))
         with torch.cuda.device_of(x):
             _feature_noise_kernel[grid](
-                x.contiguous(), keys, out, float(width), num_columns, BLOCK=_BLOCK, num_warps=8
+                x, keys, out, float(width), num_columns, BLOCK=_BLOCK, num_warps=8
             )
     return out
 

@@ -46,6 +46,18 @@ def test_feature_noise(shape, dtype):
     torch.testing.assert_close(kernel, plain, rtol=rtol, atol=1e-8)
 
 
+def test_inputs_with_gaps():
+    x, keys = torch.randn(63, 5).t(), keys_of(10)[::2]
+    kernel = feature_noise(x, keys, width=0.5, implementation="triton")
+    torch.testing.assert_close(kernel, feature_noise(x, keys, width=0.5), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("keys", [keys_of(4), keys_of(5).long()], ids=["too few", "int64"])
+def test_keys_that_do_not_fit(keys):
+    with pytest.raises(ValueError, match=r"must be int32 \[5\]"):
+        feature_noise(torch.zeros(5, 8), keys, width=0.5)
+
+
 def test_double_precision_on_the_cpu():
     noise = feature_noise(torch.zeros(4, 9, dtype=torch.float64), keys_of(4), width=1.0)
     assert torch.equal(noise.float(), feature_noise(torch.zeros(4, 9), keys_of(4), width=1.0))
