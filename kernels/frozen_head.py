@@ -152,6 +152,7 @@ class _FrozenHead(torch.autograd.Function):
         return tuple(loss.out)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad_loss, *_unused):
         (dx,) = ctx.saved_tensors
         with torch.cuda.device_of(dx):

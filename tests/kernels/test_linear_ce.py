@@ -242,6 +242,16 @@ def test_without_gradient_results_are_the_same(implementation, dtype, tolerance)
         assert not b.requires_grad
 
 
+def test_second_derivatives_are_refused():
+    """dX does not know that it depends on x: a second derivative would lack a term."""
+    x, weight, labels, _ = problem(3, 32, 129, dtype=torch.float64)
+    x.requires_grad_()
+    loss = linear_ce(x, weight, labels, implementation="reference").nll.square().sum()
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
 def test_two_forwards_before_their_backwards():
     x, weight, labels, _ = problem(5, 32, 129, dtype=torch.float64)
     a, b = x.clone().requires_grad_(), (x * 2).requires_grad_()
