@@ -146,6 +146,20 @@ def sampled_digest(checkpoint: Checkpoint) -> str:
     return digest.hexdigest()
 
 
+def early_digest(checkpoint: Checkpoint) -> str | None:
+    """Return `sampled_digest` of files that are here before the target is loaded.
+
+    None for a hub id, which may still have to be downloaded, and for files that are not what they
+    should be, of which loading will tell more.
+    """
+    if not Path(checkpoint.where).is_dir():
+        return None
+    try:
+        return sampled_digest(checkpoint)
+    except (OSError, ValueError, ArithmeticError, MemoryError, LookupError, struct.error):
+        return None
+
+
 def _file_sample(path: Path) -> bytes:
     size = path.stat().st_size
     step = max(_SAMPLE_BYTES, size // _SAMPLES_PER_FILE)

@@ -61,6 +61,11 @@ def compare(stored: Identity, given: Identity, *, kinds: Iterable[str], where: s
             raise BadInput(f"{'; '.join(different)}: {_REMEDY[kind]}")
 
 
+def known_part(fields: Mapping[str, Scalar], known: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """Return those of `fields` that `known` has too."""
+    return {name: value for name, value in fields.items() if name in known}
+
+
 def _show(value: Scalar) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

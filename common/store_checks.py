@@ -2,18 +2,26 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from dflash_offline.common import records
 from dflash_offline.common.blobs import Blobs, is_temporary
 from dflash_offline.common.errors import BadInput, DamagedStore
-from dflash_offline.common.identity import APPEND, RESUME, Identity, compare, differing
+from dflash_offline.common.identity import (
+    APPEND,
+    RESUME,
+    Identity,
+    Scalar,
+    compare,
+    differing,
+    known_part,
+)
 from dflash_offline.common.lease import is_owner_key
 from dflash_offline.common.store import (
     COMMIT,
     LOGS,
     MANIFEST_KEY,
     PLAN,
+    Header,
     count_plans,
     exists,
     read_fixed,
@@ -32,19 +40,8 @@ def has_plan(blobs: Blobs, identity: Identity, *, append: bool) -> bool:
         BadInput: it holds something else, or a store made with other settings.
         DamagedStore: what was written before the first pack is missing or changed.
     """
-    header = read_header(blobs, required=False)
+    header = _begun_header(blobs)
     if header is None:
-        strangers = [key for key in blobs.list("") if not _is_beside_a_store(key)]
-        if strangers:
-            raise BadInput(
-                f"--out {blobs.url} is not empty and holds no store (it has {strangers[0]}); "
-                "give a new folder"
-            )
-        return False
-    if not exists(blobs, MANIFEST_KEY):
-        # Packs come after it, so a store that has some is damaged, not new.
-        if blobs.list(COMMIT):
-            raise DamagedStore(f"{MANIFEST_KEY} of {blobs.url} is missing")
         return False
     where = f"the store at {blobs.url}"
     compare(header.identity, identity, kinds=APPEND, where=where)
@@ -55,11 +52,75 @@ def has_plan(blobs: Blobs, identity: Identity, *, append: bool) -> bool:
     return False
 
 
-def _plan_identities(blobs: Blobs) -> list[dict[str, Any]]:
+def refuse_early(blobs: Blobs, known: Identity, *, append: bool) -> None:
+    """Refuse what `has_plan` would, by the fields that are known before the corpus is read.
+
+    Args:
+        known: fields of an identity; others are not compared.
+
+    Raises:
+        BadInput, DamagedStore: as `has_plan`.
+    """
+    header = _begun_header(blobs)
+    if header is None:
+        return
+    stored, where = header.identity, f"the store at {blobs.url}"
+    plans = [known_part(plan, known.plan) for plan in _plan_identities(blobs)]
+    is_new = all(differing(plan, known.plan) for plan in plans)
+    part = Identity(
+        target=known_part(stored.target, known.target),
+        store=known_part(stored.store, known.store),
+        plan=known_part(stored.plan, known.plan),
+    )
+    compare(part, known, kinds=RESUME if is_new and not append else APPEND, where=where)
+
+
+def _begun_header(blobs: Blobs) -> Header | None:
+    """Return the root of a store that has a plan; None where there is none to be compared with.
+
+    Raises:
+        BadInput: the address holds something else.
+        DamagedStore: the manifest is missing.
+    """
+    header = read_header(blobs, required=False)
+    if header is None:
+        strangers = [key for key in blobs.list("") if not _is_beside_a_store(key)]
+        if strangers:
+            raise BadInput(
+                f"--out {blobs.url} is not empty and holds no store (it has {strangers[0]}); "
+                "give a new folder"
+            )
+        return None
+    if not exists(blobs, MANIFEST_KEY):
+        # Packs come after it, so a store that has some is damaged, not new.
+        if blobs.list(COMMIT):
+            raise DamagedStore(f"{MANIFEST_KEY} of {blobs.url} is missing")
+        return None
+    return header
+
+
+def _plan_identities(blobs: Blobs) -> list[dict[str, Scalar]]:
     """Return the plan fields of every plan's identity."""
     stated = stated_digests(blobs)
     keys = [f"{PLAN}/{n}/{records.PLAN_FILES[2]}" for n in range(count_plans(blobs))]
     return [records.unseal(read_fixed(blobs, key, stated), key)["identity"] for key in keys]
+
+
+def refuse_strangers(blobs: Blobs, name: str) -> None:
+    """Refuse to make a store where something else lies.
+
+    Args:
+        name: what the user gave the address as.
+
+    Raises:
+        BadInput: the address holds what belongs to no store.
+    """
+    strangers = [key for key in blobs.list("") if not _is_beside_a_store(key)]
+    if strangers:
+        raise BadInput(
+            f"{name} {blobs.url} is not empty and holds no store (it has {strangers[0]}); "
+            "give a new folder"
+        )
 
 
 def _is_beside_a_store(key: str) -> bool:

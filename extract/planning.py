@@ -3,7 +3,7 @@
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,15 @@ from transformers import PreTrainedTokenizerBase
 
 from dflash_offline.common.blobs import Blobs, LocalBlobs, blobs_at
 from dflash_offline.common.chat import ChatOptions
+from dflash_offline.common.checkpoint_files import early_digest, find_checkpoint
 from dflash_offline.common.codecs import check_codec
 from dflash_offline.common.errors import BadInput
-from dflash_offline.common.identity import Scalar
+from dflash_offline.common.identity import Identity, Scalar
 from dflash_offline.common.launch import count_workers
 from dflash_offline.common.layer_ids import resolve_layers
 from dflash_offline.common.local_copy import cache_folder
-from dflash_offline.common.store import Plan, Schema
+from dflash_offline.common.store import MANIFEST_KEY, Plan, Schema, exists
+from dflash_offline.common.store_checks import refuse_early
 from dflash_offline.common.target import load_config, load_tokenizer
 from dflash_offline.extract.config import ExtractConfig
 from dflash_offline.extract.corpus import CorpusReader
@@ -47,6 +49,7 @@ from dflash_offline.extract.settings import (
     resolve_dtype,
     resolve_max_length,
 )
+from dflash_offline.extract.target_files import text_identity, unloaded_identity
 from dflash_offline.extract.tensor_parallel import check_tensor_parallel
 from dflash_offline.extract.token_rows import RowArrays
 
@@ -188,10 +191,12 @@ def plan_extraction(config: ExtractConfig, device: torch.device, free: FreeMemor
     prepared = prepare(config, device, free)
     reader, schema = prepared.reader, prepared.schema
     blobs = blobs_at(config.out, config.storage_option)
+    known = _known_identity(config, prepared, blobs)
+    refuse_early(blobs, known, append=config.append)
     states, facts = list(map(data_state, config.data)), row_facts(reader)
     digest = rows_digest(reader, facts, config.data, num_threads=num_cores())
     journal = _journal(blobs, states, {**facts, "rows": digest})
-    plan_fields = partial(_plan_fields, config, max_length=prepared.max_length)
+    plan_fields = partial(_plan_fields, config, prepared)
     stored = None
     if not config.append:
         stored = stored_plan(blobs, schema, digest=digest, plan_fields=plan_fields)
@@ -205,6 +210,7 @@ def plan_extraction(config: ExtractConfig, device: torch.device, free: FreeMemor
             config.data, config.num_samples, num_workers=num_cores(), journal=journal
         )
         plan, order = make_plan(kept, report, prepared.plan_options)
+        refuse_early(blobs, replace(known, plan=plan_fields(plan)), append=config.append)
         if digest is not None and _are_untouched(config.data, states):
             plan = with_digest(plan, digest)
         tokens, masks = RowArrays(kept, order), RowArrays(kept, order, masks=True)
@@ -269,18 +275,49 @@ def _workers_here(config: ExtractConfig) -> int:
     return here
 
 
-def _plan_fields(config: ExtractConfig, plan: Plan, *, max_length: int) -> dict[str, Scalar]:
+def store_fields(schema: Schema) -> dict[str, Scalar]:
+    """Return the fields that an append must share with what a store holds."""
+    return {
+        "codec": schema.codec,
+        "teacher": schema.teacher,
+        "pack_tokens": schema.pack_tokens,
+        "chunk_tokens": schema.chunk_tokens,
+    }
+
+
+def _known_identity(config: ExtractConfig, prepared: Prepared, blobs: Blobs) -> Identity:
+    """Return what is known of a store's identity before the corpus is read."""
+    remote = config.trust_remote_code
+    checkpoint = find_checkpoint(config.target, config.target_revision, trust_remote_code=remote)
+    schema = prepared.schema
+    digest = early_digest(checkpoint) if exists(blobs, MANIFEST_KEY) else None
+    return Identity(
+        target={
+            **({} if digest is None else {"weight_digest": digest}),
+            **unloaded_identity(checkpoint, prepared.dtype, layers=schema.layers),
+            **text_identity(prepared.tokenizer, prepared.chat),
+        },
+        store=store_fields(schema),
+        plan=_option_fields(config, prepared),
+    )
+
+
+def _plan_fields(config: ExtractConfig, prepared: Prepared, plan: Plan) -> dict[str, Scalar]:
     content = "".join(plan.column("content_hash").tolist())
+    digest = hashlib.sha256(content.encode()).hexdigest()
+    return {**_option_fields(config, prepared), "data_sha256": digest}
+
+
+def _option_fields(config: ExtractConfig, prepared: Prepared) -> dict[str, Scalar]:
     return {
         "sources": ", ".join(Path(each).name for each in config.data),
-        "data_sha256": hashlib.sha256(content.encode()).hexdigest(),
         "num_samples": config.num_samples,
-        "max_length": max_length,
+        "max_length": prepared.max_length,
         "overlong": config.overlong,
         "holdout": config.holdout,
         "seed": config.seed,
         "batch_tokens": config.batch_tokens,
-        "unit_packs": plan.unit_packs,
+        "unit_packs": prepared.plan_options.unit_packs,
     }
 
 

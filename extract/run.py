@@ -34,7 +34,7 @@ from dflash_offline.extract.memory_model import free_device_bytes
 from dflash_offline.extract.pipeline import num_writers
 from dflash_offline.extract.place import Place, place_in
 from dflash_offline.extract.plan import frequent_shapes
-from dflash_offline.extract.planning import Planned, plan_extraction, plan_sentence
+from dflash_offline.extract.planning import Planned, plan_extraction, plan_sentence, store_fields
 from dflash_offline.extract.run_log import log_checks, run_log
 from dflash_offline.extract.self_check import report, self_check, stored_check
 from dflash_offline.extract.settings import resolve_dtype
@@ -233,12 +233,7 @@ def _open_store(config: ExtractConfig, planned: Planned, target: Target) -> Stor
     schema = planned.schema
     identity = Identity(
         target=target_identity(target, planned.tokenizer, planned.chat, layers=schema.layers),
-        store={
-            "codec": schema.codec,
-            "teacher": schema.teacher,
-            "pack_tokens": schema.pack_tokens,
-            "chunk_tokens": schema.chunk_tokens,
-        },
+        store=store_fields(schema),
         plan=planned.plan_fields,
     )
     store = Store.create_or_resume(

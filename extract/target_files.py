@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers import __version__ as transformers_version
 
 from dflash_offline.common.chat import ChatOptions, chat_identity, tokenizer_identity
+from dflash_offline.common.checkpoint_files import Checkpoint
 from dflash_offline.common.errors import BadInput
 from dflash_offline.common.identity import Scalar
 from dflash_offline.common.target import Target
@@ -28,13 +29,22 @@ def target_identity(
     """Return the fields that stores must share for their states to mean the same."""
     return {
         "weight_digest": target.weight_digest(),
-        "revision": target.checkpoint.revision or "",
         "model_type": target.config.model_type,
-        "compute_dtype": str(target.dtype).removeprefix("torch."),
+        **unloaded_identity(target.checkpoint, target.dtype, layers=layers),
+        **text_identity(tokenizer, options),
+    }
+
+
+def unloaded_identity(
+    checkpoint: Checkpoint, dtype: torch.dtype, *, layers: tuple[int, ...]
+) -> dict[str, Scalar]:
+    """Return the fields of `target_identity` that need neither the target nor its tokenizer."""
+    return {
+        "revision": checkpoint.revision or "",
+        "compute_dtype": str(dtype).removeprefix("torch."),
         "feature_dtype": "bfloat16",
         "norm_convention": NORM_CONVENTION,
         "layers": ",".join(map(str, layers)),
-        **text_identity(tokenizer, options),
     }
 
 

@@ -121,21 +121,28 @@ def test_missing_data(refuse, tmp_path):
     assert "none.jsonl does not exist" in refuse(data=tmp_path / "none.jsonl")
 
 
-def test_folder_that_is_no_store(refuse, tmp_path):
+def test_folder_that_is_no_store(refuse, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_module, "load_target", None)
     (tmp_path / "store").mkdir()
     (tmp_path / "store/holiday.jpg").write_text("x")
     assert "holds no store (it has holiday.jpg)" in refuse()
 
 
-def test_store_of_other_settings(refuse, tiny_target, write_corpus, make_target, run, tmp_path):
+def test_store_of_other_settings(
+    refuse, tiny_target, write_corpus, make_target, run, tmp_path, monkeypatch
+):
+    """Before the target is loaded."""
     args = ("--target", tiny_target, "--data", write_corpus(4), "--out", tmp_path / "store")
     assert run(extract_command, *args) == 0
+    monkeypatch.setattr(run_module, "load_target", None)
     assert "layers is '1,3'" in refuse("--layers", "1,3")
     assert "seed is 1" in refuse("--seed", 1)
     assert "codec is 'raw'" in refuse("--codec", "raw")
     assert "system_prompt is 'Be brief.'" in refuse("--system-prompt", "Be brief.")
     assert "weight_digest is" in refuse("--layers", "0,2", target=make_target("qwen3"))
-    assert "data_sha256 is" in refuse(data=write_corpus(5, "chat2.jsonl"))
+    assert "sources is 'chat2.jsonl'" in refuse(data=write_corpus(5, "chat2.jsonl"))
+    assert "data_sha256 is" in refuse(data=write_corpus(5))
+    assert "layers is '1,3'" in refuse("--layers", "1,3", "--append")
 
 
 def test_store_of_a_newer_format(refuse, tiny_target, write_corpus, run, tmp_path):
