@@ -240,6 +240,9 @@ def blobs_at(url: str, storage_options: Sequence[str] = ()) -> Blobs:
         root = Path(rest if separator else url).expanduser()
         if root.is_symlink() and not root.exists():
             raise BadInput(f"{url} is a link to nothing ({root.readlink()}); is the disk mounted?")
+        nearest = next(path for path in (root, *root.parents) if path.exists())
+        if not nearest.is_dir():
+            raise BadInput(f"{url} is no folder, since {nearest} is a file; give another folder")
         return LocalBlobs(root)
     if scheme in ("s3", "s3a"):
         from dflash_offline.common.s3_blobs import S3Blobs

@@ -22,11 +22,18 @@ from dflash_offline.common.calibration_file import read_codec_report
 from dflash_offline.common.codec_report import codec_report
 from dflash_offline.common.errors import BadInput, DamagedStore
 from dflash_offline.common.identity import Identity
-from dflash_offline.common.pack_index import scan_records, write_pack_index
+from dflash_offline.common.pack_index import (
+    PackIndex,
+    pack_of,
+    read_record,
+    scan_records,
+    write_pack_index,
+)
 from dflash_offline.common.quantize import EncodedStates
 from dflash_offline.common.records import sha256
 from dflash_offline.common.store import (
     CALIBRATION_MANIFEST_KEY,
+    COMMIT,
     FINAL,
     GROUP_KEY,
     TARGET,
@@ -38,6 +45,7 @@ from dflash_offline.common.store import (
     manifest_key,
     shard_key,
 )
+from dflash_offline.common.store_checks import refuse_strangers
 from dflash_offline.common.store_writer import Store, own
 from dflash_offline.common.topk import joined_topk
 from dflash_offline.common.where import select
@@ -72,8 +80,10 @@ def _copy_objects(cache: Cache, destination: str, storage_options: Sequence[str]
     with own(destination, storage_options):
         for key in fixed[1:]:
             _copy_object(cache.blobs, blobs, key)
+        there = _packs_to_keep(blobs, cache.plan.num_packs)
         for pack in track(cache.packs, "copy", transient=True):
-            if exists(blobs, commit_key(pack)):
+            if pack in there.packs:
+                _refuse_other_pack(cache, read_record(blobs, there, pack), blobs.url)
                 continue
             for name, stated in cache.record(pack)["arrays"].items():
                 key = shard_key(name, pack)
@@ -91,14 +101,35 @@ def _copy_objects(cache: Cache, destination: str, storage_options: Sequence[str]
     return len(cache.packs)
 
 
+def _packs_to_keep(blobs: Blobs, num_packs: int) -> PackIndex:
+    """Return the packs that exist, once records that do not count are gone.
+
+    A pack that was given up is likely to be copied with the same bytes, and counts then.
+    """
+    index, _ = scan_records(blobs)
+    for key in blobs.list(COMMIT):
+        if pack_of(key) not in index.packs:
+            blobs.delete(key)
+    return write_pack_index(blobs, index.cleared(), num_packs) if index.dropped else index
+
+
+def _refuse_other_pack(cache: Cache, copied: dict[str, Any], url: str) -> None:
+    record = cache.record(copied["pack"])
+    if any(record[name] != copied[name] for name in ("arrays", "quarantined")):
+        raise BadInput(
+            f"pack {copied['pack']} of DST {url} is not that of SRC {cache.blobs.url}: samples "
+            "were removed or states computed anew since; give a new folder, or remove DST first"
+        )
+
+
 def _refuse_other_content(source: Blobs, destination: Blobs) -> None:
     if exists(destination, GROUP_KEY):
         if destination.read(GROUP_KEY) != source.read(GROUP_KEY):
             raise BadInput(
                 f"DST {destination.url} holds another store than {source.url}; give a new folder"
             )
-    elif destination.list(""):
-        raise BadInput(f"DST {destination.url} is not empty and holds no store; give a new folder")
+    else:
+        refuse_strangers(destination, "DST")
 
 
 def _copy_object(source: Blobs, destination: Blobs, key: str) -> None:

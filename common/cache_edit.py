@@ -61,6 +61,9 @@ def repair(config: RepairConfig) -> None:
         missing = set(range(cache.plan.num_packs)) - set(kept.packs)
         _delete_all(blobs, [*unreadable, *_damaged_tokens(cache, missing)])
         removed = _delete_leftovers(blobs, header.schema, set(kept.packs))
+        if written.dropped:
+            # Their records are gone; the same bytes count again, from a copy of the store too.
+            write_pack_index(blobs, written.cleared(), cache.plan.num_packs)
         removed += len(blobs.drop_stale_uploads())
         click.echo(
             f"{config.url}: {len(kept.packs)} packs kept, {len(broken)} given up, "

@@ -1,0 +1,74 @@
+"""Stores that are copied after something happened to one of the two."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dflash_offline.common.cache import open_cache
+from dflash_offline.common.cache_cli import main
+from dflash_offline.common.options import exit_code_of
+from dflash_offline.common.store import FEATURES, commit_key, shard_key
+
+
+def run(*args: object) -> int:
+    return exit_code_of(main.cli, [str(arg) for arg in args])
+
+
+@pytest.mark.parametrize("mend", ["copy", "by hand"])
+def test_pack_that_repair_gave_up_is_taken_from_a_copy(small_store, tmp_path, mend):
+    url, _ = small_store
+    damaged = tmp_path / "copy"
+    assert run("copy", url, damaged) == 0
+    path = damaged / shard_key(FEATURES, 1)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert run("repair", damaged) == 0
+    assert open_cache(str(damaged), partial=True).packs == [0, 2, 3]
+    if mend == "copy":
+        assert run("copy", url, damaged) == 0
+    else:
+        for key in (shard_key(FEATURES, 1), commit_key(1)):
+            shutil.copy(Path(url) / key, damaged / key)
+    assert open_cache(str(damaged)).packs == [0, 1, 2, 3]
+    assert run("verify", "--deep", damaged) == 0
+
+
+def test_records_that_do_not_count_are_copied_again(small_store, tmp_path):
+    url, _ = small_store
+    assert run("copy", url, tmp_path / "copy") == 0
+    record = tmp_path / "copy" / commit_key(2)
+    content = record.read_bytes()
+    (tmp_path / "copy" / shard_key(FEATURES, 2)).write_bytes(b"")
+    assert run("repair", tmp_path / "copy") == 0
+    # As a repair leaves it that is killed before it deletes.
+    record.write_bytes(content)
+    (tmp_path / "copy" / "index-2").unlink()
+    assert open_cache(str(tmp_path / "copy"), partial=True).packs == [0, 1, 3]
+    assert run("copy", url, tmp_path / "copy") == 0
+    assert open_cache(str(tmp_path / "copy")).packs == [0, 1, 2, 3]
+
+
+def test_copy_that_differs_by_now_is_refused(small_store, tmp_path, capsys):
+    url, _ = small_store
+    assert run("copy", url, tmp_path / "copy") == 0
+    assert run("rm", url, "--yes", "--where", "id == 'test:0'") == 0
+    assert run("copy", url, tmp_path / "copy") == 2
+    assert "pack 0 of DST" in capsys.readouterr().err
+
+
+def test_what_lies_beside_a_store_is_no_stranger(small_store, tmp_path):
+    url, _ = small_store
+    # What a copy leaves that is killed while it writes the root, and what a run reported.
+    for name in (".tmp-1234", ".owner", "logs/run.jsonl"):
+        path = tmp_path / "copy" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("half")
+    assert run("copy", url, tmp_path / "copy") == 0
+    assert run("verify", "--deep", tmp_path / "copy") == 0
+
+
+@pytest.mark.parametrize("place", ["letter.txt", "letter.txt/copy"])
+def test_copy_to_a_file_is_refused(small_store, tmp_path, capsys, place):
+    (tmp_path / "letter.txt").write_text("hello")
+    assert run("copy", small_store[0], tmp_path / place) == 2
+    assert "letter.txt is a file; give another folder" in capsys.readouterr().err
