@@ -107,6 +107,9 @@ def _token_source(x: Tensor, launch: Launch):
     """Return what a kernel loads tiles of context tokens from [T, Hkv, D]."""
     if not _copy_engine(launch, x.shape[2]):
         return x
+    if not x.shape[0]:
+        # The copy engine knows no empty tensor; no tile of this one is loaded.
+        x = x.new_zeros(1, *x.shape[1:])
     shape = [x.shape[0], x.shape[1] * x.shape[2]]
     return TensorDescriptor(x, shape, [x.stride(0), 1], [launch.tokens, x.shape[2]])
 
@@ -330,13 +333,14 @@ def block_attention(
         )
     _check_supported(q, k_ctx, tables)
     call = Call(tables=tables, window=window or 0, causal=causal, scale=scale)
-    tensors = (x if _is_packed(x) else x.contiguous() for x in (q, k_ctx, v_ctx, k_own, v_own))
-    return _BlockAttention.apply(*tensors, call)
+    return _BlockAttention.apply(*map(_packed, (q, k_ctx, v_ctx, k_own, v_own)), call)
 
 
-def _is_packed(x: Tensor) -> bool:
-    """Say whether heads and channels of a row are contiguous; rows may be any distance apart."""
-    return x.stride(2) == 1 and x.stride(1) == x.shape[2] and x.stride(0) % 8 == 0
+def _packed(x: Tensor) -> Tensor:
+    """Copy x unless a row's heads and channels are contiguous; rows may be any distance apart."""
+    # The copy engine wants rows at multiples of 16 bytes.
+    is_packed = x.stride()[1:] == (x.shape[2], 1) and x.stride(0) % 8 == x.data_ptr() % 16 == 0
+    return x if is_packed else x.clone(memory_format=torch.contiguous_format)
 
 
 def _check_shapes(q, k_ctx, v_ctx, k_own, v_own, tables: BlockTables, window) -> None:
