@@ -27,6 +27,8 @@ FP8_MAX = 448.0
 # chunk buffers are, so that operands are contiguous.
 WIDTH_MULTIPLE = 16
 BLOCK_H = 1024
+# Rows and channels of the head that are quantised at a time.
+PART_ROWS, PART_CHANNELS = 16384, 256
 
 
 class Fp8Head(NamedTuple):
@@ -58,14 +60,16 @@ def quantize_head(weight: Tensor, *, quantize_gradient: bool = True) -> Fp8Head:
     columns = -(-vocab_size // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
     by_token = torch.zeros(columns, hidden, dtype=FP8, device=weight.device)
     token_scale = torch.ones(columns, 1, dtype=torch.float32, device=weight.device)
-    by_token[:vocab_size], token_scale[:vocab_size] = quantize_rows(weight)
+    # By parts: an fp32 copy of a whole head takes 5 GB.
+    for start in range(0, vocab_size, PART_ROWS):
+        rows = slice(start, min(start + PART_ROWS, vocab_size))
+        by_token[rows], token_scale[rows] = quantize_rows(weight[rows])
     if not quantize_gradient:
         return Fp8Head(weight, by_token, token_scale.T.contiguous(), None, None)
     by_channel = torch.zeros(hidden, columns, dtype=FP8, device=weight.device)
     channel_scale = torch.empty(hidden, 1, dtype=torch.float32, device=weight.device)
-    for start in range(0, hidden, 256):
-        # By parts: an fp32 copy of a whole head takes 5 GB.
-        rows = slice(start, start + 256)
+    for start in range(0, hidden, PART_CHANNELS):
+        rows = slice(start, start + PART_CHANNELS)
         by_channel[rows, :vocab_size], channel_scale[rows] = quantize_rows(weight[:, rows].T)
     return Fp8Head(
         weight, by_token, token_scale.T.contiguous(), by_channel, channel_scale.T.contiguous()

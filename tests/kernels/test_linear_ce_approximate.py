@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dflash_offline.kernels import frozen_head, head_rows, linear_ce_skip
+from dflash_offline.kernels import linear_ce_fp8 as linear_ce_fp8_module
 from dflash_offline.kernels.linear_ce_fp8 import linear_ce_fp8, quantize_head
 from dflash_offline.kernels.linear_ce_skip import ProductLaunch, order_head
 from dflash_offline.kernels.logit_chunks import release_buffers
@@ -182,6 +183,25 @@ def test_linear_ce_fp8(quantize_gradient):
     # Four significant bits in both operands: 4 % of a logit's spread, here 1.4.
     assert (result.nll[good].double() - expected.nll).abs().max() < 0.2
     assert (grad[good].double() - exact).norm() < 0.05 * exact.norm()
+
+
+def test_the_head_is_quantised_by_parts(monkeypatch):
+    _, weight, _ = problem(1, 64, 1001, dtype=torch.float32)
+    whole = quantize_head(weight)
+    sizes = []
+    real = linear_ce_fp8_module.quantize_rows
+
+    def counted(x):
+        sizes.append(x.numel())
+        return real(x)
+
+    monkeypatch.setattr(linear_ce_fp8_module, "quantize_rows", counted)
+    monkeypatch.setattr(linear_ce_fp8_module, "PART_ROWS", 300)
+    monkeypatch.setattr(linear_ce_fp8_module, "PART_CHANNELS", 16)
+    for part, wanted in zip(quantize_head(weight), whole, strict=True):
+        assert torch.equal(part.float(), wanted.float())
+    assert max(sizes) == 300 * 64
+    assert sum(sizes) == 2 * weight.numel()
 
 
 def test_fp8_width():
