@@ -110,8 +110,7 @@ class Store:
                 something else, or there is too little room (before anything is written).
         """
         blobs = blobs_at(url, storage_options)
-        planned = has_plan(blobs, identity, append=append)
-        if not planned:
+        if not has_plan(blobs, identity, append=append):
             refuse_small_disk(blobs, estimate_bytes(schema, plan), target_files)
         lock = take_ownership(blobs)
         store = cls(blobs, lock)
@@ -119,7 +118,8 @@ class Store:
             new = NewPlan(identity=identity, plan=plan, tokens=tokens, masks=masks)
             if not exists(blobs, MANIFEST_KEY):
                 write_first_plan(blobs, schema, new, target_files=target_files, options=options)
-            elif not planned:
+            # Asked again: another run may have made the store in between.
+            elif not has_plan(blobs, identity, append=append):
                 append_plan(blobs, new)
             store._load()
             store._drop_uncommitted()

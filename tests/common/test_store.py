@@ -13,6 +13,7 @@ from dflash_offline.common.cache import open_cache
 from dflash_offline.common.cache_verify import find_problems
 from dflash_offline.common.errors import BadInput, DamagedStore, MissingStore, Stopped
 from dflash_offline.common.identity import Identity
+from dflash_offline.common.lease import take_ownership
 from dflash_offline.common.shards import index_bytes, parse_index
 from dflash_offline.common.store import (
     FEATURES,
@@ -336,3 +337,18 @@ def test_store_is_used_from_one_place(small_store):
     )
     assert store.committed == {0, 1, 2, 3}, "a resume needs no tokens: the store has them"
     store.close()
+
+
+def test_store_that_another_run_makes_meanwhile_is_resumed(tmp_path, corpus_maker, monkeypatch):
+    corpus = corpus_maker()
+
+    def late(blobs):
+        monkeypatch.undo()
+        with corpus.open(tmp_path / "s") as store:
+            corpus.commit(store)
+        return take_ownership(blobs)
+
+    monkeypatch.setattr("dflash_offline.common.store_writer.take_ownership", late)
+    with corpus.open(tmp_path / "s") as store:
+        assert store.plan.num_packs == corpus.plan.num_packs
+        assert len(store.committed) == corpus.plan.num_packs
