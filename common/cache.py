@@ -96,6 +96,7 @@ class Cache:
     Attributes:
         plan: all samples, also those not committed yet.
         packs: committed pack numbers, ascending.
+        num_unplanned: packs that are there beyond the plan.
         num_quarantined: samples that failed in extraction; they are in none of the lists below.
         samples: indices into `plan.samples` that can be read, in plan order.
         training_samples, held_out_samples: the same, divided.
@@ -110,8 +111,10 @@ class Cache:
         self.options = header.options
         self.plan, _ = read_plan(blobs, batches=False)
         self._index = index or read_pack_index(blobs, self.plan.num_packs)
-        self.packs = sorted(self._index.packs)
-        bad = [index for _, members in self._index.packs.values() for index in members]
+        # There are more where the manifest of their plan was lost, or written a moment ago.
+        self.packs = sorted(p for p in self._index.packs if p < self.plan.num_packs)
+        self.num_unplanned = len(self._index.packs) - len(self.packs)
+        bad = [index for pack in self.packs for index in self._index.packs[pack][1]]
         usable = np.isin(self.plan.column("pack"), self.packs)
         usable[bad] = False
         self.num_quarantined = len(bad)

@@ -15,6 +15,7 @@ from dflash_offline.common.cache_cli import RemoveConfig, RepairConfig
 from dflash_offline.common.cache_verify import broken_packs, check_shard, find_file_problems
 from dflash_offline.common.errors import DamagedStore, FoundProblems
 from dflash_offline.common.pack_index import damaged_indexes, scan_records, write_pack_index
+from dflash_offline.common.plan_writer import restore_metadata
 from dflash_offline.common.quantize import EncodedStates
 from dflash_offline.common.records import REMOVED
 from dflash_offline.common.store import (
@@ -65,6 +66,8 @@ def repair(config: RepairConfig) -> None:
             # Their records are gone; the same bytes count again, from a copy of the store too.
             write_pack_index(blobs, written.cleared(), cache.plan.num_packs)
         removed += len(blobs.drop_stale_uploads())
+        if not cache.num_unplanned:
+            restore_metadata(blobs, header.schema, cache.plan.num_packs)
         click.echo(
             f"{config.url}: {len(kept.packs)} packs kept, {len(broken)} given up, "
             f"{removed} leftover objects deleted; dflash-extract computes what is missing"

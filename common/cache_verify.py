@@ -28,6 +28,8 @@ from dflash_offline.common.store import (
     TOKENS,
     TOPK_IDS,
     TOPK_LOGPROBS,
+    count_plans,
+    manifest_key,
     shard_key,
 )
 
@@ -80,6 +82,9 @@ def find_file_problems(cache: Cache, *, deep: bool) -> Iterator[str]:
     except DamagedStore as problem:
         yield str(problem)
         return
+    if cache.num_unplanned:
+        key = manifest_key(count_plans(cache.blobs))
+        yield f"{key}: missing, though {cache.num_unplanned} packs of its plan are there"
     for key in damaged_indexes(cache.blobs):
         yield f"{key}: does not match its own checksum"
     for key, digest in stated.items():

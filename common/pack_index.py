@@ -55,7 +55,7 @@ def read_pack_index(blobs: Blobs, num_packs: int) -> PackIndex:
         key = index_key(number - 1)
         data = records.parse_index(blobs.read(key), key)
         index = PackIndex(number=number, packs=data["packs"], dropped=data["dropped"])
-    if len(index.packs) == num_packs:
+    if all(pack in index.packs for pack in range(num_packs)):
         return index
     found = dict(index.packs)
     wanted = {key: pack_of(key) for key in blobs.list(COMMIT)}

@@ -14,11 +14,14 @@ import numpy as np
 from dflash_offline.common import records
 from dflash_offline.common.blobs import Blobs, in_parallel
 from dflash_offline.common.codecs import codec_named
+from dflash_offline.common.errors import DamagedStore
 from dflash_offline.common.identity import Identity
 from dflash_offline.common.lease import is_owner_key
+from dflash_offline.common.pack_index import pack_of
 from dflash_offline.common.shards import ShardWriter
 from dflash_offline.common.store import (
     ATTRIBUTE,
+    COMMIT,
     FORMAT,
     GROUP_KEY,
     LOGS,
@@ -34,6 +37,7 @@ from dflash_offline.common.store import (
     read_header,
     read_plan,
     shard_key,
+    stated_digests,
 )
 
 
@@ -77,12 +81,18 @@ def write_first_plan(
 
 
 def append_plan(blobs: Blobs, new: NewPlan) -> None:
-    """Add a plan to a store: its packs follow those planned before, its manifest makes it count."""
+    """Add a plan to a store: its packs follow those planned before, its manifest makes it count.
+
+    Raises:
+        DamagedStore: packs are there of a plan that is not.
+    """
     header = read_header(blobs)
     assert header is not None
     schema = header.schema
     planned, _ = read_plan(blobs, batches=False)
     first_pack, first_sample = planned.num_packs, len(planned.samples)
+    if any((pack_of(key) or 0) >= first_pack for key in blobs.list(COMMIT)):
+        raise DamagedStore(f"{manifest_key(count_plans(blobs))} of {blobs.url} is missing")
     total = first_pack + new.plan.num_packs
     number = count_plans(blobs)
     leftovers = [
@@ -104,6 +114,17 @@ def append_plan(blobs: Blobs, new: NewPlan) -> None:
     )
     moved_plan = replace(new, plan=moved)
     _write_plan(blobs, schema, moved_plan, number=number, first_pack=first_pack, digests=digests)
+
+
+def restore_metadata(blobs: Blobs, schema: Schema, num_packs: int) -> None:
+    """Write the arrays' metadata again where it is not as stated, as an interrupted append does."""
+    stated = stated_digests(blobs)
+    for name in schema.arrays:
+        key = f"{name}/{GROUP_KEY}"
+        content = records.pretty_json(schema.array_json(name, num_packs))
+        is_stated = records.sha256(content) == stated.get(key)
+        if is_stated and not (exists(blobs, key) and blobs.read(key) == content):
+            blobs.replace(key, content)
 
 
 def write_shard(

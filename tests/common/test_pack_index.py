@@ -10,8 +10,10 @@ import pytest
 
 from dflash_offline.common.blobs import LocalBlobs
 from dflash_offline.common.cache import open_cache
+from dflash_offline.common.cache_cli import RepairConfig
+from dflash_offline.common.cache_edit import repair
 from dflash_offline.common.cache_verify import find_problems
-from dflash_offline.common.errors import BadInput, DamagedStore
+from dflash_offline.common.errors import BadInput, DamagedStore, FoundProblems
 from dflash_offline.common.pack_index import PackIndex, read_pack_index, write_pack_index
 from dflash_offline.common.store import commit_key, index_key
 
@@ -108,6 +110,49 @@ def test_interrupted_append_starts_over(tmp_path, corpus_maker):
         second.commit(store, first_pack=4)
     cache = open_cache(str(tmp_path / "s"))
     np.testing.assert_array_equal(cache.read(6).features, second.features[0])
+
+
+def test_append_killed_in_the_middle_leaves_a_sound_store(tmp_path, corpus_maker, monkeypatch):
+    first, second = corpus_maker(seed=0), corpus_maker(seed=1)
+    with first.open(tmp_path / "s") as store:
+        first.commit(store)
+    with monkeypatch.context() as killed:
+        killed.setattr("dflash_offline.common.plan_writer._write_plan", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            second.open(tmp_path / "s", append=True)
+    assert len(find_problems(open_cache(str(tmp_path / "s")), deep=False)) == 3, "of zarr.json"
+    (tmp_path / "s" / "tokens" / "zarr.json").unlink()
+    repair(RepairConfig(url=str(tmp_path / "s")))
+    assert find_problems(open_cache(str(tmp_path / "s")), deep=True) == []
+    meta = json.loads((tmp_path / "s" / "features" / "zarr.json").read_text())
+    assert meta["shape"][0] == 4
+
+
+def test_packs_of_a_plan_that_is_not_there(tmp_path, corpus_maker):
+    """As a store that is copied file by file while it grows, or one that lost a manifest."""
+    first, second = corpus_maker(seed=0), corpus_maker(seed=1)
+    second.target_files = first.target_files
+    with first.open(tmp_path / "s") as store:
+        first.commit(store)
+    with second.open(tmp_path / "s", append=True) as store:
+        second.commit(store, [0, 1, 3], first_pack=4)
+        members = store.pack_samples(6)
+        states = np.zeros((2, store.pack_length(6), 64), np.uint16)
+        store.commit_pack(6, states, quarantined=dict.fromkeys(members, "not finite"))
+    manifest = tmp_path / "s" / "plan" / "1" / "manifest.json"
+    content = manifest.read_bytes()
+    manifest.unlink()
+    cache = open_cache(str(tmp_path / "s"))
+    assert cache.packs == [0, 1, 2, 3]
+    assert "plan/1/manifest.json: missing, though 4 packs" in find_problems(cache, deep=False)[0]
+    with pytest.raises(DamagedStore, match="plan/1/manifest.json of .* is missing"):
+        corpus_maker(seed=2).open(tmp_path / "s", append=True)
+    with pytest.raises(FoundProblems):
+        repair(RepairConfig(url=str(tmp_path / "s")))
+    manifest.write_bytes(content)
+    with second.open(tmp_path / "s", append=True) as store:
+        assert len(store.committed) == 8, "nothing was given up"
+    assert find_problems(open_cache(str(tmp_path / "s")), deep=True) == []
 
 
 def test_append_to_another_target_is_refused(tmp_path, corpus_maker):
