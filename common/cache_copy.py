@@ -14,7 +14,7 @@ import numpy as np
 from rich.progress import track
 
 from dflash_offline.common.blobs import Blobs, blobs_at
-from dflash_offline.common.cache import Cache, Document, open_cache
+from dflash_offline.common.cache import Cache, open_cache
 from dflash_offline.common.cache_cli import CopyConfig
 from dflash_offline.common.cache_verify import check_shard, find_file_problems
 from dflash_offline.common.calibration import CalibrationRows, calibration_batches
@@ -29,14 +29,17 @@ from dflash_offline.common.pack_index import (
     scan_records,
     write_pack_index,
 )
+from dflash_offline.common.pack_reader import read_flat
 from dflash_offline.common.quantize import EncodedStates
-from dflash_offline.common.records import sha256
+from dflash_offline.common.records import index_digest
 from dflash_offline.common.store import (
     CALIBRATION_MANIFEST_KEY,
     COMMIT,
     FINAL,
     GROUP_KEY,
+    LOSS_MASK,
     TARGET,
+    TOKENS,
     Plan,
     Schema,
     commit_key,
@@ -154,14 +157,14 @@ def _copy_content(cache: Cache, config: CopyConfig) -> int:
     schema = replace(cache.schema, layers=layers, codec=config.codec or cache.schema.codec)
     chosen = _wanted_samples(cache, config.where)
     plan, groups = _smaller_plan(cache.plan, chosen)
-    documents = [d for group in groups for d in _tokens_of(cache, group)]
+    rows = [row for group in groups for row in _tokens_of(cache, group)]
     with Store.create_or_resume(
         config.destination,
         schema=schema,
         identity=_changed_identity(cache, schema, config.where, chosen=chosen),
         plan=plan,
-        tokens=[document.tokens for document in documents],
-        masks=[document.loss_mask for document in documents],
+        tokens=[tokens for tokens, _ in rows],
+        masks=[mask for _, mask in rows],
         target_files=_target_files(cache),
         options={**cache.options, "copied_from": config.source},
         storage_options=config.storage_option,
@@ -243,11 +246,10 @@ def _smaller_plan(plan: Plan, chosen: Sequence[int]) -> tuple[Plan, list[list[in
 
     Packs stay together and in order; those that lose every sample are gone.
     """
-    old_packs = sorted({plan.samples[index].pack for index in chosen})
-    groups = [
-        [i for i in members if i in set(chosen)]
-        for members in (plan.pack_samples()[pack] for pack in old_packs)
-    ]
+    is_chosen = np.zeros(len(plan.samples), bool)
+    is_chosen[list(chosen)] = True
+    groups = [[i for i in members if is_chosen[i]] for members in plan.pack_samples()]
+    groups = [group for group in groups if group]
     samples = []
     for pack, group in enumerate(groups):
         start = 0
@@ -267,9 +269,17 @@ def _smaller_plan(plan: Plan, chosen: Sequence[int]) -> tuple[Plan, list[list[in
     return smaller, groups
 
 
-def _tokens_of(cache: Cache, group: Sequence[int]) -> list[Document]:
-    # One layer suffices for tokens and masks; the states are read again pack by pack.
-    return cache.read_many(group, cache.schema.layers[:1])
+def _tokens_of(cache: Cache, group: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return int32 token ids [T] and uint8 loss mask [T] of samples of one pack."""
+    samples = [cache.plan.samples[index] for index in group]
+    pack = samples[0].pack
+    stated = cache.record(pack)["arrays"]
+    tokens, mask = (
+        read_flat(cache.blobs, cache.schema, name, pack, stated[name])
+        for name in (TOKENS, LOSS_MASK)
+    )
+    spans = [slice(sample.start, sample.start + sample.length) for sample in samples]
+    return [(tokens[span], mask[span]) for span in spans]
 
 
 def _changed_identity(
@@ -279,7 +289,7 @@ def _changed_identity(
     plan = old.plan if where is None else {**old.plan, "where": where}
     if len(chosen) < len(cache.plan.samples):
         # What comes to an unfinished source later would take another place in the copy.
-        plan = {**plan, "copied_samples": sha256(np.asarray(chosen, np.int64).tobytes())[:16]}
+        plan = {**plan, "copied_samples": index_digest(chosen)}
     layers = ",".join(map(str, schema.layers))
     return Identity(
         target={**old.target, "layers": layers},

@@ -125,24 +125,25 @@ def remove(config: RemoveConfig) -> None:
     if not chosen or not (config.yes or click.confirm(question)):
         click.echo("nothing removed")
         return
+    kept = set(cache.samples) - set(chosen)
     with Store.open(config.url, config.storage_option) as store:
         for pack in track(packs, "rewrite", transient=True):
-            _rewrite_without(store, cache, pack, set(chosen))
+            _rewrite_pack(store, cache, pack, kept)
     click.echo(f"{len(chosen)} samples removed from {len(packs)} packs of {config.url}")
 
 
-def _rewrite_without(store: Store, cache: Cache, pack: int, gone: set[int]) -> None:
-    """Commit a pack again with zeros where the removed samples were."""
+def _rewrite_pack(store: Store, cache: Cache, pack: int, kept: set[int]) -> None:
+    """Commit a pack again with zeros where samples were that are not kept."""
     members = store.pack_samples(pack)
-    readable = [index for index in members if index in cache.samples and index not in gone]
+    readable = [index for index in members if index in kept]
     documents: dict[int, Any] = {}
     features, final = None, None
     if cache.schema.is_coded:
         # As codes: states that are coded twice would lose twice.
         coded = cache.read_codes(members)
         documents = {d.index: d for d in coded if d.index in readable}
-        kept = [d.states if d.index in documents else d.states.zeros() for d in coded]
-        features = EncodedStates.joined(kept)
+        states = [d.states if d.index in documents else d.states.zeros() for d in coded]
+        features = EncodedStates.joined(states)
     else:
         documents = {d.index: d for d in cache.read_many(readable)}
         features, final = _lay_out(cache, members, documents)
@@ -151,13 +152,13 @@ def _rewrite_without(store: Store, cache: Cache, pack: int, gone: set[int]) -> N
         documents[index].topk if index in documents else TopK.zeros(length, k)
         for index, length in zip(members, lengths, strict=True)
     ]
-    reasons = {i: cache.record(pack)["quarantined"].get(i, REMOVED) for i in members}
+    reasons = cache.record(pack)["quarantined"]
     tokens, masks = (
         {i: getattr(d, name) for i, d in documents.items()} for name in ("tokens", "loss_mask")
     )
     store.drop_packs({pack})
     store.rewrite_tokens(pack, tokens, masks)
-    gone_now = {i: r for i, r in reasons.items() if i not in documents}
+    gone_now = {i: reasons.get(i, REMOVED) for i in members if i not in documents}
     store.commit_pack(
         pack, features, final, topk=TopK.joined(best) if k else None, quarantined=gone_now
     )

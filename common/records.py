@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -30,6 +31,11 @@ _COPY_BYTES = 16 << 20
 def sha256(content: bytes) -> str:
     """Return the hexadecimal SHA-256."""
     return hashlib.sha256(content).hexdigest()
+
+
+def index_digest(indices: Sequence[int]) -> str:
+    """Return what tells a choice of samples, by their index in the plan, from another one."""
+    return sha256(np.asarray(indices, np.int64).tobytes())[:16]
 
 
 def seal(data: Mapping[str, Any]) -> bytes:

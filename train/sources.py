@@ -1,6 +1,5 @@
 """The stores of a run: opened, checked against each other, and their training samples chosen."""
 
-import hashlib
 import warnings
 
 import numpy as np
@@ -8,6 +7,7 @@ import numpy as np
 from dflash_offline.common.cache import Cache, open_cache
 from dflash_offline.common.errors import BadInput, DamagedStore
 from dflash_offline.common.identity import MIX, Scalar, compare
+from dflash_offline.common.records import index_digest
 from dflash_offline.common.store import supervised
 from dflash_offline.common.where import select
 from dflash_offline.train.anchors import BlockLayout, candidates
@@ -86,8 +86,7 @@ def what_is_read(caches: list[Cache], wanted: list[list[int]]) -> list[dict[str,
     """
     stores = []
     for cache, indices in zip(caches, wanted, strict=True):
-        digest = hashlib.blake2b(np.asarray(indices, np.int64).tobytes(), digest_size=4)
-        samples = {"training samples": f"{len(indices)} ({digest.hexdigest()})"}
+        samples = {"training samples": f"{len(indices)} ({index_digest(indices)})"}
         ours = cache.identity
         stores.append({**ours.target, **ours.store, **ours.plan, **samples})
     return stores

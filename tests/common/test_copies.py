@@ -1,12 +1,14 @@
 """Stores that are copied after something happened to one of the two."""
 
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 
-from dflash_offline.common.cache import open_cache
+from dflash_offline.common.cache import Cache, open_cache
 from dflash_offline.common.cache_cli import main
+from dflash_offline.common.cache_copy import _smaller_plan
 from dflash_offline.common.options import exit_code_of
 from dflash_offline.common.store import FEATURES, commit_key, shard_key
 
@@ -72,3 +74,27 @@ def test_copy_to_a_file_is_refused(small_store, tmp_path, capsys, place):
     (tmp_path / "letter.txt").write_text("hello")
     assert run("copy", small_store[0], tmp_path / place) == 2
     assert "letter.txt is a file; give another folder" in capsys.readouterr().err
+
+
+def test_copy_in_another_codec_reads_states_once(small_store, tmp_path, monkeypatch):
+    """Tokens alone come first: states of all samples do not fit into memory."""
+    url, _ = small_store
+    read = []
+    read_many = Cache.read_many
+
+    def counted(self, indices, layers=None):
+        read.extend(indices)
+        return read_many(self, indices, layers)
+
+    monkeypatch.setattr(Cache, "read_many", counted)
+    assert run("copy", url, tmp_path / "copy", "--codec", "lossless") == 0
+    assert sorted(read) == list(range(6))
+    assert run("verify", "--deep", tmp_path / "copy") == 0
+
+
+def test_many_samples_are_copied_in_little_time(corpus_maker):
+    plan = corpus_maker(lengths=(5,) * 20_000, hidden=64, layers=(1,), prompt_tokens=1).plan
+    start = time.process_time()
+    _, groups = _smaller_plan(plan, range(len(plan.samples)))
+    assert sum(map(len, groups)) == 20_000
+    assert time.process_time() - start < 5.0
