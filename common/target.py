@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -24,12 +25,16 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from dflash_offline.common.checkpoint_files import Checkpoint, find_checkpoint, sampled_digest
-from dflash_offline.common.errors import BadInput
+from dflash_offline.common.device_memory import has_run_out
+from dflash_offline.common.errors import BadInput, Stopped
 from dflash_offline.common.gguf_header import gguf_header_parsed_once
 from dflash_offline.common.weights import gathered, load_causal, load_without_layers, own_part
 
+_AUTO_MODEL = "AutoModelForCausalLM"
+_ALLOWED = "give a GGUF file, a Hugging Face folder or a hub id of a causal language model"
 _NORM_NAMES = ("norm", "final_layernorm", "final_norm", "ln_f", "norm_f")
 _LAYERS_NAMES = ("layers", "h", "blocks")
 
@@ -43,7 +48,14 @@ def load_config(
         BadInput: no checkpoint there, or one that transformers does not know.
     """
     checkpoint = find_checkpoint(target, revision, trust_remote_code=trust_remote_code)
-    return _full_config(checkpoint).get_text_config(decoder=True)
+    config = _full_config(checkpoint)
+    own_code = _config_value(config, "auto_map") or {}
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and _AUTO_MODEL not in own_code:
+        raise BadInput(
+            f"--target {checkpoint.given} is of the model type {config.model_type}, of which "
+            f"transformers makes no causal language model; {_ALLOWED}"
+        )
+    return config.get_text_config(decoder=True)
 
 
 def load_tokenizer(
@@ -209,8 +221,9 @@ def load_target(
     load: Callable[..., PreTrainedModel] = load_causal
     if not layers:
         load = functools.partial(load_without_layers, layers_of=_decoder_layers)
-    with _refusing(checkpoint, "weights"):
-        causal = load(checkpoint, _full_config(checkpoint), dtype=dtype, **extra)
+    config = _full_config(checkpoint)
+    with _refusing(checkpoint, "weights", remedy=_remedy(config)):
+        causal = load(checkpoint, config, dtype=dtype, **extra)
     causal.eval().requires_grad_(False)
     _drop_other_modalities(causal)
     if dtype == torch.float32:
@@ -301,16 +314,34 @@ def _full_config(checkpoint: Checkpoint) -> PreTrainedConfig:
 
 
 @contextmanager
-def _refusing(checkpoint: Checkpoint, part: str) -> Iterator[None]:
+def _refusing(checkpoint: Checkpoint, part: str, *, remedy: str = _ALLOWED) -> Iterator[None]:
     try:
         with gguf_header_parsed_once():
             yield
-    except (OSError, ValueError, KeyError, ImportError) as problem:
+    # Of shapes that are not the configuration's, and of a file that is not whole.
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as problem:
+        if isinstance(problem, RuntimeError) and (
+            isinstance(problem, Stopped) or has_run_out(problem)
+        ):
+            raise
         reason = str(problem).strip().split("\n")[0]
+        if "trust_remote_code" in str(problem):
+            remedy = "add --trust-remote-code to let it run"
         raise BadInput(
-            f"--target {checkpoint.given}: its {part} cannot be loaded ({reason}); give a GGUF "
-            "file, a Hugging Face folder or a hub id of a causal language model"
+            f"--target {checkpoint.given}: its {part} cannot be loaded ({reason}); {remedy}"
         ) from problem
+
+
+def _remedy(config: PreTrainedConfig) -> str:
+    """Return what helps where a target's weights cannot be loaded."""
+    quantised = _config_value(config, "quantization_config")
+    if quantised is None:
+        return f"download it again where a file is not whole, or {_ALLOWED}"
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+    return (
+        f"it is quantised ({method or 'by an unnamed method'}), so install what transformers wants "
+        "for that, or give the checkpoint that it was made from"
+    )
 
 
 def _drop_other_modalities(causal: PreTrainedModel) -> None:

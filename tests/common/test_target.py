@@ -1,6 +1,7 @@
 """Loading targets: layer ids, capture against an independent forward, heads, scales, refusals."""
 
 import importlib.util
+import json
 import os
 import re
 from pathlib import Path
@@ -22,6 +23,7 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    T5Config,
     ZambaConfig,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -204,7 +206,7 @@ def test_layers_that_are_not_read(family: str, tmp_path: Path):
             if re.search(r"(?<!encoder)\.layers\.", name):
                 held[name] = torch.empty(0)
         save_file(held, path, {"format": "pt"})
-    with pytest.raises(RuntimeError, match="size"):
+    with pytest.raises(BadInput, match="cannot be loaded .*size"):
         load_target(tmp_path, **given)
     bare = load_target(tmp_path, **given, layers=False)
     assert bare.num_layers == whole.num_layers
@@ -310,6 +312,58 @@ def test_weights_that_would_be_random(name: str, tmp_path: Path):
     if "layers" not in name:
         with pytest.raises(BadInput, match=name):
             load_target(folder, dtype=torch.float32, device="cpu", head=False, layers=False)
+
+
+def cut_in_half(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def shaped_otherwise(folder: Path) -> None:
+    """As by a quantisation that transformers does not know."""
+    file, name = folder / "model.safetensors", "model.layers.2.mlp.up_proj.weight"
+    tensors = load_file(file)
+    tensors[name] = tensors[name][:, ::2].to(torch.uint8)
+    save_file(tensors, file, {"format": "pt"})
+    change_config(folder, quantization_config={"quant_method": "modelopt"})
+
+
+def gptq(folder: Path) -> None:
+    change_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
+
+
+def change_config(folder: Path, **values: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (cut_in_half, "its weights cannot be loaded .*; download it again"),
+        (shaped_otherwise, r"its weights cannot be loaded .* it is quantised \(modelopt\)"),
+        (gptq, r"its weights cannot be loaded .*optimum.* it is quantised \(gptq\)"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else value.__name__,
+)
+def test_weights_that_cannot_be_loaded(damage, words: str, tmp_path: Path):
+    folder = save_model(FAMILIES["qwen3"], tmp_path)
+    damage(folder)
+    with pytest.raises(BadInput, match=f"--target .*{words}"):
+        load(folder)
+
+
+def test_what_is_no_causal_language_model(tmp_path: Path):
+    T5Config().save_pretrained(tmp_path)
+    with pytest.raises(BadInput, match="of the model type t5, of which transformers makes no"):
+        load_config(tmp_path)
+
+
+def test_code_of_its_own_must_be_allowed(tmp_path: Path):
+    folder = save_model(FAMILIES["qwen3"], tmp_path)
+    change_config(folder, model_type="own", auto_map={"AutoConfig": "configuration.OwnConfig"})
+    with pytest.raises(BadInput, match="add --trust-remote-code"):
+        load_config(folder)
 
 
 def test_final_norm_without_a_weight(tmp_path: Path):
