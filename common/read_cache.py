@@ -8,7 +8,9 @@ Several processes may share a folder; each counts all of it when it starts.
 import errno
 import hashlib
 import os
+import re
 import threading
+import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -17,8 +19,8 @@ from pathlib import Path
 
 from dflash_offline.common.blobs import UPLOAD_AGE_S, Blobs
 from dflash_offline.common.direct_io import Seen, read_into
+from dflash_offline.common.errors import BadInput
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _SUFFIX = ".part"
 
 
@@ -35,9 +37,14 @@ class ReadCache:
         self._guard = threading.Lock()
         self._sizes: OrderedDict[str, int] = OrderedDict()
         self._total = 0
-        folder.mkdir(parents=True, exist_ok=True)
-        entries = [(e.stat(), e.name) for e in os.scandir(folder) if e.name.endswith(_SUFFIX)]
-        for status, name in sorted(entries, key=lambda entry: entry[0].st_mtime_ns):
+        try:
+            entries = _kept_files(folder)
+        except OSError as problem:
+            raise BadInput(
+                f"--read-cache {folder} cannot be used ({problem.strerror}); give a local folder "
+                "that you may write"
+            ) from problem
+        for name, status in sorted(entries.items(), key=lambda entry: entry[1].st_mtime_ns):
             self._sizes[name] = status.st_size
             self._total += status.st_size
 
@@ -118,8 +125,8 @@ class ReadCache:
             if name not in self._sizes:
                 return False
             self._sizes.move_to_end(name)
-        # Another process may have dropped it.
-        with suppress(FileNotFoundError):
+        # Another process may have dropped it, or the disk lost it.
+        with suppress(OSError):
             path = self._folder / name
             if path.stat().st_size == sum(map(len, buffers)):
                 read_into(path, 0, buffers, direct=False, seen=seen)
@@ -130,14 +137,18 @@ class ReadCache:
     def _drop(self, name: str) -> None:
         with self._guard:
             self._total -= self._sizes.pop(name, 0)
-        (self._folder / name).unlink(missing_ok=True)
+        self._unlink(name)
+
+    def _unlink(self, name: str) -> None:
+        with suppress(OSError):
+            (self._folder / name).unlink()
 
     def _keep(self, name: str, buffers: Sequence[memoryview]) -> None:
         size = sum(map(len, buffers))
         if size > self._limit_bytes:
             return
         for old in self._make_room(name, size):
-            (self._folder / old).unlink(missing_ok=True)
+            self._unlink(old)
         temporary = self._folder / f".{uuid.uuid4().hex}"
         try:
             with temporary.open("xb", buffering=0) as file:
@@ -146,13 +157,11 @@ class ReadCache:
                     while len(view):
                         view = view[file.write(view) :]
             temporary.rename(self._folder / name)
-        except OSError as problem:
-            if problem.errno not in _NO_ROOM:
-                raise
-            # A full disk costs the cache, not the run.
+        except OSError:
+            # A disk that is full, read-only or gone costs the cache, not the run.
             self._drop(name)
         finally:
-            temporary.unlink(missing_ok=True)
+            self._unlink(temporary.name)
 
     def _make_room(self, name: str, size: int) -> Sequence[str]:
         """Count a new entry in, and return the names that leave for it, oldest use first."""
@@ -166,6 +175,25 @@ class ReadCache:
             self._sizes[name] = size
             self._total += size
         return leaving
+
+
+def _kept_files(folder: Path) -> dict[str, os.stat_result]:
+    """Return what a folder keeps; makes it, and deletes what killed runs were writing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+    kept = {}
+    for entry in os.scandir(folder):
+        # Another process that shares the folder may drop it at any time.
+        with suppress(FileNotFoundError):
+            status = entry.stat()
+            if entry.name.endswith(_SUFFIX):
+                kept[entry.name] = status
+            elif re.fullmatch(r"\.[0-9a-f]{32}", entry.name) and (
+                time.time() - status.st_mtime > UPLOAD_AGE_S
+            ):
+                os.unlink(entry.path)
+    return kept
 
 
 def _rebuild(source: Blobs, folder: Path, limit_bytes: int) -> ReadCache:
