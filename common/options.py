@@ -8,10 +8,11 @@ import dataclasses
 import errno
 import importlib
 import importlib.metadata
+import math
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,7 @@ def click_command(config: type, *, name: str, help: str, run: str) -> click.Comm
 
     def body(**values: Any) -> None:
         given = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
+        _check_values(config, given)
         module, function = run.split(":")
         getattr(importlib.import_module(module), function)(config(**given))
 
@@ -101,6 +103,19 @@ def click_command(config: type, *, name: str, help: str, run: str) -> click.Comm
         context_settings=CONTEXT,
         groups={name: heading for name, heading in groups.items() if heading},
     )
+
+
+def _check_values(config: type, given: Mapping[str, Any]) -> None:
+    """Refuse what click's types let through: nothing where something must be, and NaN."""
+    for field in dataclasses.fields(config):
+        value = given[field.name]
+        for each in value if isinstance(value, tuple) else (value,):
+            if each == "" and field.metadata["required"]:
+                raise BadInput(
+                    f"{_names(field)[0]} is empty; give a value (is a variable of the shell unset?)"
+                )
+            if isinstance(each, float) and math.isnan(each):
+                raise BadInput(f"{_names(field)[0]} {each} is no number; give one")
 
 
 class _GroupedCommand(click.Command):
@@ -149,8 +164,9 @@ def exit_code_of(cli: click.Command, args: list[str] | None = None) -> int:
         _complain(problem.format_message())
         return BadInput.exit_code
     except (BadInput, DamagedStore, FoundProblems, Stopped) as problem:
-        _complain(str(problem))
-        return problem.exit_code
+        told = _stopped_before(problem) or problem
+        _complain(str(told))
+        return told.exit_code
     except (KeyboardInterrupt, click.Abort):
         _complain("stopped by a signal; what is committed is safe, run the same command to go on")
         return Stopped.exit_code
@@ -235,6 +251,9 @@ def print_config(config: Any, *, out: str, title: str) -> None:
     from rich.table import Table
 
     table = Table(title=f"{title} → {out}", title_justify="left", show_header=False, box=None)
+    table.add_column(no_wrap=True)
+    # A path that is cut off, as in a log of 80 columns, is of no use.
+    table.add_column(overflow="fold")
     for key, value in config_as_dict(config).items():
         table.add_row(f"--{key.replace('_', '-')}", "" if value is None else str(value))
     Console(stderr=True, markup=False).print(table)

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
+from dflash_offline.common.errors import BadInput
 from dflash_offline.common.options import click_command, exit_code_of, option, print_config
 
 SEEN: list["_Config"] = []
@@ -19,6 +20,8 @@ SEEN: list["_Config"] = []
 class _Config:
     data: tuple[str, ...] = option(help="Files.", multiple=True)
     note: str | None = option(None, help="Whatever it is.")
+    share: float = option(0.5, help="Part.", type=click.FloatRange(0, 1))
+    out: str = option(help="Where to.", required=True)
 
 
 def be_stopped(_config: _Config) -> None:
@@ -27,6 +30,14 @@ def be_stopped(_config: _Config) -> None:
         time.sleep(10)
     except RuntimeError:
         raise AttributeError("no such operator") from None
+
+
+def be_stopped_while_reading(_config: _Config) -> None:
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+    except RuntimeError as problem:
+        raise BadInput(f"the file cannot be read ({problem})") from problem
 
 
 def be_kept_out(_config: _Config) -> None:
@@ -40,7 +51,7 @@ def see(config: _Config) -> None:
 def call(*args: str, function: str = "see") -> int:
     run = f"{__name__}:{function}"
     cli: click.Command = click_command(_Config, name="probe", help="Try.", run=run)
-    return exit_code_of(cli, list(args))
+    return exit_code_of(cli, ["--out", "here", *args])
 
 
 @pytest.mark.parametrize("data", ["a.jsonl", "[a.jsonl]"], ids=["alone", "list"])
@@ -56,8 +67,28 @@ def test_file_that_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "c.yaml is not YAML" in capsys.readouterr().err
 
 
-def test_signal_that_a_library_makes_another_error_of(capsys: pytest.CaptureFixture[str]):
-    assert call(function="be_stopped") == 3
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--out", ""), "--out is empty; give a value"),
+        (("--share", "nan"), "--share nan is no number"),
+    ],
+)
+def test_values_that_types_let_through(args, words, capsys: pytest.CaptureFixture[str]):
+    assert call(*args) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_paths_are_printed_whole(capsys: pytest.CaptureFixture[str]):
+    print_config(_Config(out="/a/folder/of/many/words" * 9), out="x", title="probe")
+    printed = capsys.readouterr().err
+    assert "…" not in printed
+    assert "/a/folder/of/many/words" * 9 in "".join(printed.split())
+
+
+@pytest.mark.parametrize("how", ["be_stopped", "be_stopped_while_reading"])
+def test_signal_that_a_library_makes_another_error_of(how: str, capsys: pytest.CaptureFixture[str]):
+    assert call(function=how) == 3
     assert capsys.readouterr().err.startswith("error: stopped by SIGTERM")
 
 
@@ -67,7 +98,7 @@ def test_place_of_others(capsys: pytest.CaptureFixture[str]):
 
 
 def test_brackets_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]):
-    print_config(_Config(note="think [THINK][/THINK]"), out="to/[b]", title="probe")
+    print_config(_Config(out="x", note="think [THINK][/THINK]"), out="to/[b]", title="probe")
     printed = capsys.readouterr().err
     assert "[THINK][/THINK]" in printed
     assert "to/[b]" in printed
