@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -48,16 +48,38 @@ LAUNCHES: dict[tuple[str, int], Launches] = {
 }
 # Elements of 4 bytes are for checks, not for speed.
 LAUNCH_4_BYTES = Launches(Launch(32, 32, 4, 1), Launch(32, 16, 4, 1), Launch(16, 32, 4, 1))
+# dQ of larger blocks, which take several tiles while own keys and values stay; at dimension 256
+# nothing is small enough for 99 kB then.
+LARGE_BLOCK = 32
+DQ_LARGE_BLOCKS = {128: Launch(64, 32, 4, 1)}
+DQ_LARGE_BLOCKS_4_BYTES = Launch(16, 16, 4, 1)
+SMALL_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
 LAUNCH_INTERPRETED = Launches(Launch(32, 16, 1, 1), Launch(32, 16, 1, 1), Launch(16, 16, 1, 1))
 
 
-def launches_of(q: Tensor, head_dim: int) -> Launches:
+def launches_of(q: Tensor, block_size: int) -> Launches:
+    """Return the launches for queries [N, Hq, D].
+
+    Raises:
+        ValueError: blocks of this size do not fit the GPU's shared memory.
+    """
     if is_interpreted():
         return LAUNCH_INTERPRETED
+    is_large = block_size > LARGE_BLOCK
     if q.element_size() == 4:
-        return LAUNCH_4_BYTES
-    arch = "hopper" if torch.cuda.get_device_capability(q.device)[0] == 9 else "other"
-    return LAUNCHES[arch, power_of_two(head_dim)]
+        dq = DQ_LARGE_BLOCKS_4_BYTES if is_large else LAUNCH_4_BYTES.dq
+        return replace(LAUNCH_4_BYTES, dq=dq)
+    capability = torch.cuda.get_device_capability(q.device)
+    width = power_of_two(q.shape[-1])
+    if capability[0] == 9:
+        return LAUNCHES["hopper", width]
+    if is_large and width == 256 and capability in SMALL_MEMORY:
+        raise ValueError(
+            f"block_size is {block_size} and the head dimension {q.shape[-1]}; this GPU's shared "
+            f"memory takes blocks of at most {LARGE_BLOCK} then; pass implementation='reference'"
+        )
+    launches = LAUNCHES["other", width]
+    return replace(launches, dq=DQ_LARGE_BLOCKS.get(width, launches.dq)) if is_large else launches
 
 
 def power_of_two(x: int) -> int:

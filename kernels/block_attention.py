@@ -41,7 +41,7 @@ MAX_ROWS = 128
 
 def table_sizes(q: Tensor, *, num_kv_heads: int, block_size: int) -> dict[str, tuple[int, ...]]:
     """Name the group and tile sizes that `build_tables` can prepare for queries like `q`."""
-    launches = launches_of(q, q.shape[-1])
+    launches = launches_of(q, block_size)
     ratio = q.shape[1] // num_kv_heads
     rows = (launches.fwd.rows, launches.dq.rows)
     groups = {RowTile.of(r, ratio, block_size).anchors for r in rows}
@@ -123,8 +123,8 @@ def _row_source(x: Tensor, launch: Launch, ratio: int):
 
 
 def _forward(call: Call, q, k_ctx, v_ctx, k_own, v_own) -> tuple[Tensor, Tensor]:
-    launch = launches_of(q, q.shape[-1]).fwd
     tables = call.tables
+    launch = launches_of(q, tables.block_size).fwd
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     # The padding is for tiles of the third kernel that run over the last row.
     num_lse = q.shape[0] * q.shape[1] + MAX_ROWS
@@ -169,8 +169,8 @@ def _forward(call: Call, q, k_ctx, v_ctx, k_own, v_own) -> tuple[Tensor, Tensor]
 
 
 def _backward_q(call: Call, q, k_ctx, v_ctx, k_own, v_own, out, lse, d_out):
-    launch = launches_of(q, q.shape[-1]).dq
     tables = call.tables
+    launch = launches_of(q, tables.block_size).dq
     # A launch of PyTorch's makes the device's context current in autograd's thread, where nothing
     # may have run yet; tensor maps cannot be made without.
     delta = torch.zeros_like(lse)
@@ -239,7 +239,7 @@ def _backward_kv(call: Call, q, k_ctx, v_ctx, lse, delta, d_out) -> tuple[Tensor
             scale=call.scale,
         )
         return dk, dv
-    launch = launches_of(q, q.shape[-1]).dkv
+    launch = launches_of(q, call.tables.block_size).dkv
     tiles = call.tables.tiles(launch.tokens)
     if tiles.shape[0]:
         constants = call.constants(q, k_ctx, launch)
