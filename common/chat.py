@@ -51,9 +51,17 @@ class ChatOptions:
         chat_template_arg: Sequence[str] = (),
         system_prompt: str | None = None,
     ) -> "ChatOptions":
-        """Read the command line spellings; `k=v` becomes true, false, a number or a string."""
+        """Read the command line spellings; `k=v` becomes true, false, a number or a string.
+
+        Raises:
+            BadInput: a file that cannot be read, or an argument of another form.
+        """
+        file = chat_template and chat_template.expanduser()
+        if file is not None:
+            # Later it would only be a reason to leave a row out.
+            _template_in(file)
         return cls(
-            chat_template=chat_template,
+            chat_template=file,
             chat_template_args=dict(_template_argument(each) for each in chat_template_arg),
             system_prompt=system_prompt,
         )
@@ -81,19 +89,23 @@ def chat_template(tokenizer: PreTrainedTokenizerBase, options: ChatOptions) -> s
         BadInput: the tokenizer has none and no file is given, or the file cannot be read.
     """
     if options.chat_template is not None:
-        try:
-            return Path(options.chat_template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as problem:
-            raise BadInput(
-                f"--chat-template {options.chat_template} cannot be read ({problem}); give a text "
-                "file with a Jinja template"
-            ) from problem
+        return _template_in(options.chat_template)
     try:
         return tokenizer.get_chat_template()
     except ValueError as problem:
         raise BadInput(
             "the target's tokenizer has no chat template; give one with --chat-template FILE, or "
             "use rendered text or token ids as data"
+        ) from problem
+
+
+def _template_in(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise BadInput(
+            f"--chat-template {file} cannot be read ({problem}); give a text file with a Jinja "
+            "template"
         ) from problem
 
 

@@ -3,6 +3,7 @@
 import errno
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,24 @@ def test_token_ids_need_no_template(no_template, run, tmp_path):
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     args = ("--target", no_template, "--data", data, "--out", tmp_path / "store")
     assert run(extract_command, *args) == 0
+
+
+def test_template_that_is_not_there(refuse, tmp_path):
+    """Also where other rows need none: conversations would only be left out."""
+    data = tmp_path / "data.jsonl"
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+    rows = [{"messages": said}, {"prompt": "Hi", "completion": " you there"}]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    error = refuse("--chat-template", "none.jinja", data=data)
+    assert error.startswith("error: --chat-template none.jinja cannot be read")
+
+
+def test_template_at_home(tiny_target, write_corpus, run, tmp_path, monkeypatch):
+    """Which a shell does not put into --chat-template=~/own.jinja, nor into a file of options."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    shutil.copyfile(tiny_target / "chat_template.jinja", tmp_path / "own.jinja")
+    args = ("--target", tiny_target, "--data", write_corpus(4), "--out", tmp_path / "store")
+    assert run(extract_command, *args, "--chat-template=~/own.jinja", "--plan-only") == 0
 
 
 @pytest.mark.parametrize(
