@@ -2,18 +2,22 @@
 so that a crash in between changes nothing that a reader sees.
 """
 
+import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
 from rich.progress import track
 
-from dflash_offline.common.blobs import Blobs, is_temporary
+from dflash_offline.common.blobs import Blobs, LocalBlobs, is_temporary
 from dflash_offline.common.cache import Cache, Document, open_cache
 from dflash_offline.common.cache_cli import RemoveConfig, RepairConfig
 from dflash_offline.common.cache_verify import broken_packs, check_shard, find_file_problems
-from dflash_offline.common.errors import DamagedStore, FoundProblems
+from dflash_offline.common.errors import BadInput, DamagedStore, FoundProblems
+from dflash_offline.common.lease import is_owner_key
 from dflash_offline.common.pack_index import damaged_indexes, scan_records, write_pack_index
 from dflash_offline.common.plan_writer import restore_metadata
 from dflash_offline.common.quantize import EncodedStates
@@ -122,7 +126,7 @@ def remove(config: RemoveConfig) -> None:
     chosen = sorted(set(chosen) & set(cache.samples))
     packs = sorted({cache.plan.samples[index].pack for index in chosen})
     question = f"Remove {len(chosen)} samples, rewriting {len(packs)} packs of {config.url}?"
-    if not chosen or not (config.yes or click.confirm(question)):
+    if not chosen or not _is_meant(config, question):
         click.echo("nothing removed")
         return
     kept = set(cache.samples) - set(chosen)
@@ -185,10 +189,28 @@ def _lay_out(
 def _remove_store(config: RemoveConfig) -> None:
     with own(config.url, config.storage_option) as (blobs, _header):
         keys = blobs.list("")
-        if not (config.yes or click.confirm(f"Delete {len(keys)} objects of {config.url}?")):
+        if not _is_meant(config, f"Delete {len(keys)} objects of {config.url}?"):
             click.echo("nothing removed")
             return
         # Records and indexes first: from then on nothing exists for a reader.
-        first = [key for key in keys if key.startswith((f"{COMMIT}/", index_key(0)[:-1]))]
-        _delete_all(blobs, [*first, *(key for key in keys if key not in first)])
+        is_first = (f"{COMMIT}/", index_key(0)[:-1])
+        # Ownership last: whoever took it in between would lose what it writes.
+        keys.sort(key=lambda key: (not key.startswith(is_first), is_owner_key(key)))
+        _delete_all(blobs, keys)
+        if isinstance(blobs, LocalBlobs):
+            _drop_empty_folders(blobs.root)
     click.echo(f"{config.url} removed")
+
+
+def _drop_empty_folders(root: Path) -> None:
+    for folder, _, _ in os.walk(root, topdown=False):
+        # Of another run by now, a link, or where a disk is mounted.
+        with suppress(OSError):
+            os.rmdir(folder)
+
+
+def _is_meant(config: RemoveConfig, question: str) -> bool:
+    try:
+        return config.yes or click.confirm(question)
+    except click.Abort:
+        raise BadInput("nobody is there to answer; add --yes, and nothing is asked") from None

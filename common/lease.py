@@ -218,9 +218,11 @@ class Lease:
             self._thread.join()
             self._thread = None
         if self._generation is not None and self._lost_to is None:
-            # Where this fails, others find the process gone or the beat silent.
+            # Where this fails, others find the process gone or the beat silent. A lease that went
+            # with its store leaves nothing: the next owner's could be taken for given back.
             with suppress(Stopped, OSError):
-                self._blobs.replace(_beat_key(self._generation), b"released")
+                if self._highest() == self._generation:
+                    self._blobs.replace(_beat_key(self._generation), b"released")
         self._generation = None
 
     def standing(self) -> str:
@@ -246,8 +248,9 @@ class Lease:
         if newest is not None and newest > self._generation:
             self._lost_to = self._owner(newest)["description"]
             return
-        self._blobs.replace(_beat_key(self._generation), b"beat")
-        self._last_beat = time.monotonic()
+        if newest is not None:  # else it went with its store
+            self._blobs.replace(_beat_key(self._generation), b"beat")
+            self._last_beat = time.monotonic()
 
     def _highest(self) -> int | None:
         names = [key.rpartition("/")[2] for key in self._blobs.list(OWNER)]

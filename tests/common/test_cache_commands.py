@@ -1,11 +1,13 @@
 """dflash-cache as a user runs it: exit codes, what it prints, what it changes."""
 
+import io
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from dflash_offline.common.blobs import LocalBlobs
 from dflash_offline.common.cache import open_cache
 from dflash_offline.common.cache_cli import main
 from dflash_offline.common.options import exit_code_of
@@ -299,9 +301,18 @@ def test_store_without_samples(small_store, tmp_path, capsys):
         assert "has no sample left" in capsys.readouterr().err
 
 
-def test_rm_of_a_store(small_store):
+def test_rm_of_a_store(small_store, monkeypatch, capsys):
     url, _ = small_store
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    assert run("rm", url) == 2
+    assert "add --yes" in capsys.readouterr().err
+    deleted = []
+    delete = LocalBlobs.delete
+    monkeypatch.setattr(LocalBlobs, "delete", lambda b, key: (deleted.append(key), delete(b, key)))
     assert run("rm", url, "--yes") == 0
+    assert deleted[:2] == [".tmp-probe", commit_key(0)], "from then on nothing exists for a reader"
+    assert deleted[-2:] == ["zarr.json", ".owner"], "until then it is this run's, and a store"
+    assert not Path(url).exists()
     assert run("info", url) == 2
 
 

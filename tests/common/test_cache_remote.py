@@ -52,5 +52,6 @@ def test_damage_is_found_and_repaired(s3_server, s3_url, corpus_maker, capsys):
         corpus.commit(store, [1])
     verify(VerifyConfig(url=s3_url, deep=True, storage_option=options))
     remove(RemoveConfig(url=s3_url, yes=True, storage_option=options))
+    assert blobs.list("") == []
     with pytest.raises(MissingStore):
         open_cache(s3_url, storage_options=options)

@@ -248,3 +248,13 @@ def test_nothing_is_committed_once_ownership_is_given_back(address, tmp_path, co
     with pytest.raises(Stopped, match="has given the store .* back"):
         corpus.commit(store, [1])
     assert store.blobs.list(COMMIT) == [commit_key(0)]
+
+
+def test_lease_that_went_with_its_store_leaves_nothing(blobs):
+    owner = Lease(blobs, beat_s=1000)
+    owner.acquire("owner")
+    for key in blobs.list(""):
+        blobs.delete(key)
+    owner._beat()
+    owner.release()
+    assert blobs.list("") == []
