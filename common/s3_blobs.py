@@ -66,6 +66,11 @@ class S3Blobs(ObjectBlobs):
         self._bucket, _, self._prefix = self._root.partition("/")
         if not self._bucket:
             raise BadInput(f"{url} names no bucket; give s3://BUCKET/PREFIX")
+        # Clients do not agree on what these mean.
+        if self._prefix and {"", ".", ".."} & set(self._prefix.split("/")):
+            raise BadInput(f"{self.url} has an empty part or one of dots; give s3://BUCKET/PREFIX")
+        if "\\" in self._prefix:
+            raise BadInput(f"{self.url} has a backslash; write / instead")
         self.client = chosen or ("obstore" if importlib.util.find_spec("obstore") else "s3fs")
         self.part_bytes = PART_BYTES
         self.single_put_bytes = SINGLE_PUT_BYTES[self.client]

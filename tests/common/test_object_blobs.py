@@ -153,6 +153,9 @@ def test_credentials_from_the_environment(s3_server, s3_url, monkeypatch):
     [
         ("nonsense://x", (), "nonsense://x cannot be opened"),
         ("s3://", (), "names no bucket"),
+        ("s3://b//p", (), "has an empty part"),
+        ("s3://b/p/../q", (), "has an empty part or one of dots"),
+        ("s3://b/p\\q", (), "has a backslash"),
         ("s3://b/p", ("client=curl",), "client=curl is unknown; choose one of obstore, s3fs"),
         ("s3://b/p", ("secretvalue",), "takes KEY=VALUE"),
         ("s3://b/p", ("nonsense_option=1",), "cannot be opened"),
