@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from dflash_offline.common.errors import BadInput
 from dflash_offline.common.identity import Scalar
 from dflash_offline.train.drafter import Drafter
-from dflash_offline.train.export import save_weights
+from dflash_offline.train.export import save_weights, write_tensors
 from dflash_offline.train.optimizer import Optimizer, exported
 from dflash_offline.train.order import StreamState
 from dflash_offline.train.provenance import save_identity
@@ -79,18 +78,23 @@ def save_checkpoint(
     """
     staging = folder.with_name(f".{folder.name}.tmp")
     tensors = optimizer.tensors()
-    if is_first:
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
-        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        save_file(contiguous, staging / _OPTIMIZER)
-        save_weights(drafter.config, exported(tensors), staging, dtype)
     if not is_first:
         return
-    save_identity(staging, target)
-    record = asdict(state) | {"format": FORMAT}
-    (staging / _STATE).write_text(json.dumps(record, indent=2) + "\n")
-    _replace_folder(staging, folder)
+    for stale in folder.parent.glob(".step-*"):
+        shutil.rmtree(stale)
+    staging.mkdir(parents=True)
+    try:
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        write_tensors(contiguous, staging / _OPTIMIZER)
+        save_weights(drafter.config, exported(tensors), staging, dtype)
+        save_identity(staging, target)
+        record = asdict(state) | {"format": FORMAT}
+        (staging / _STATE).write_text(json.dumps(record, indent=2) + "\n")
+        _replace_folder(staging, folder)
+    except OSError:
+        # Where a disk is full, the torn copy takes what room there is.
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
     for old in checkpoints(folder.parents[1])[:-keep]:
         shutil.rmtree(old)
 

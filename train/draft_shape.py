@@ -105,7 +105,7 @@ def check_fits(config: DrafterConfig, cache: Cache, source: str) -> None:
     """Refuse a drafter that does not belong to a store's target and layers.
 
     Raises:
-        BadInput: names the name, both values and `source`, where the drafter came from.
+        BadInput: names the field, both values and `source`, where the drafter came from.
     """
     schema = cache.schema
     depth = int(text_config(cache.target_config)["num_hidden_layers"])

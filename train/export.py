@@ -5,6 +5,8 @@ prefix, without embedding or head.
 """
 
 import json
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -36,7 +38,23 @@ def save_weights(
     tensors = {
         name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in weights.items()
     }
-    save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+    write_tensors(tensors, folder / WEIGHTS_NAME)
+
+
+def write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Write a safetensors file.
+
+    Raises:
+        OSError: the file cannot be written; the library has an error of its own for that.
+    """
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as problem:
+        number = re.search(r"os error ([0-9]+)", str(problem))
+        if number is None:
+            raise
+        code = int(number[1])
+        raise OSError(code, os.strerror(code), str(path)) from problem
 
 
 def load_drafter_config(folder: Path) -> DrafterConfig:

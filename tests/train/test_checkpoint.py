@@ -1,6 +1,8 @@
 """Checkpoints: atomic, rotating, readable without unpickling."""
 
+import errno
 import json
+import os
 import pickle
 import shutil
 
@@ -82,21 +84,33 @@ def test_old_ones_go_and_order_is_by_number(tmp_path, parts):
     assert [path.name for path in checkpoints(tmp_path)] == ["step-10", "step-100"]
 
 
-def test_a_torn_write_is_no_checkpoint(tmp_path, parts, monkeypatch):
+def hidden(out) -> list[str]:
+    return [path.name for path in (out / "checkpoints").iterdir() if path.name[0] == "."]
+
+
+def test_a_full_disk_leaves_no_torn_checkpoint(small_disk, parts):
+    disk = small_disk(1)
+    save(disk, 1, parts)
+    ballast = disk / "ballast"
+    free = os.statvfs(disk)
+    ballast.write_bytes(bytes(free.f_bavail * free.f_frsize - (64 << 10)))
+    with pytest.raises(OSError, match="No space") as full:
+        save(disk, 2, parts)
+    assert full.value.errno == errno.ENOSPC
+    assert [path.name for path in checkpoints(disk)] == ["step-1"]
+    assert hidden(disk) == []
+    ballast.unlink()
+    save(disk, 2, parts)
+    assert [path.name for path in checkpoints(disk)] == ["step-1", "step-2"]
+
+
+def test_what_a_killed_process_left_goes_with_the_next_checkpoint(tmp_path, parts):
     save(tmp_path, 1, parts)
-
-    def full_disk(*_arguments, **_options):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("dflash_offline.train.checkpoint.save_file", full_disk)
-    with pytest.raises(OSError, match="No space"):
-        save(tmp_path, 2, parts)
+    for name in (".step-2.tmp", ".step-1.old"):
+        shutil.copytree(tmp_path / "checkpoints/step-1", tmp_path / "checkpoints" / name)
     assert [path.name for path in checkpoints(tmp_path)] == ["step-1"]
-    monkeypatch.undo()
-    save(tmp_path, 2, parts)
-    assert [path.name for path in checkpoints(tmp_path)] == ["step-1", "step-2"]
-    hidden = [path.name for path in (tmp_path / "checkpoints").iterdir() if path.name[0] == "."]
-    assert hidden == []
+    save(tmp_path, 3, parts)
+    assert hidden(tmp_path) == []
 
 
 def test_publish_replaces_the_final_drafter(tmp_path, parts):
