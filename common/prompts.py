@@ -7,7 +7,7 @@ target writes its own.
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
 def _json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as problem:
+    except (ValueError, RecursionError) as problem:
         raise BadInput(f"{where} is not JSON ({problem}); rows are {_SHAPES}") from problem
 
 
@@ -115,7 +115,8 @@ def _prompt(row: Any, where: str, *, number: int) -> Prompt:
     name = next((str(row[key]) for key in _ID_KEYS if row.get(key) is not None), str(number))
     for key in ("messages", "conversations"):
         if key in row:
-            return _from_messages(row[key], f"{where}, {key}", name)
+            prompt = _from_messages(row[key], f"{where}, {key}", name)
+            return replace(prompt, system=prompt.system or _system(row.get("system"), where))
     turns = [row["prompt"]] if "prompt" in row else row.get("turns")
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
         raise BadInput(f"{where} has no list of texts to answer; rows are {_SHAPES}")

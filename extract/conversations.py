@@ -94,7 +94,7 @@ def parse_row(row: Row) -> Content:
     if values.get("text") is not None:
         return RenderedText(text=_text_of(row, "text", values["text"]))
     if values.get("prompt") is not None:
-        return Conversation(messages=_as_messages(row, "prompt"))
+        return _told(row, _as_messages(row, "prompt"))
     raise BadInput(
         f"--data {row.address} has the columns {', '.join(sorted(values)) or 'none'}; a row has "
         f"{_FORMATS}"
@@ -116,6 +116,10 @@ def first_user_text(content: Content, before: np.ndarray) -> str:
 
 
 def _conversation(row: Row, field: str, *, role: str, content: str) -> Conversation:
+    return _told(row, _messages(row, field, role=role, content=content))
+
+
+def _messages(row: Row, field: str, *, role: str, content: str) -> list[Message]:
     messages = []
     for i, given in enumerate(_list_of(row, field)):
         where = f"{field}[{i}]"
@@ -133,6 +137,14 @@ def _conversation(row: Row, field: str, *, role: str, content: str) -> Conversat
         rest = {k: v for k, v in given.items() if k not in (role, content) and v is not None}
         text = _content_of(row, f"{where}.{content}", given)
         messages.append({"role": known, "content": text, **rest})
+    return messages
+
+
+def _told(row: Row, messages: Sequence[Message]) -> Conversation:
+    """Return a conversation with what the row says beside its messages."""
+    system = row.values.get("system")
+    if system and (not messages or messages[0]["role"] not in ("system", "developer")):
+        messages = [{"role": "system", "content": _text_of(row, "system", system)}, *messages]
     return Conversation(messages=tuple(messages), is_cut=_is_cut(row), tools=_tools_of(row))
 
 
@@ -182,14 +194,13 @@ def _turns(row: Row) -> Conversation:
         if answers:
             answer = _text_of(row, f"answers[{i}]", answers[i])
             messages.append({"role": "assistant", "content": answer})
-    return Conversation(messages=tuple(messages), is_cut=_is_cut(row))
+    return _told(row, messages)
 
 
 def _prompt_completion(row: Row) -> Content:
     prompt, completion = row.values["prompt"], row.values["completion"]
     if isinstance(prompt, list) or isinstance(completion, list):
-        messages = (*_as_messages(row, "prompt"), *_as_messages(row, "completion"))
-        return Conversation(messages=messages, is_cut=_is_cut(row), tools=_tools_of(row))
+        return _told(row, (*_as_messages(row, "prompt"), *_as_messages(row, "completion")))
     return Completion(
         prompt=_text_of(row, "prompt", prompt),
         completion=_text_of(row, "completion", completion),
@@ -201,7 +212,7 @@ def _as_messages(row: Row, field: str) -> tuple[Message, ...]:
     if isinstance(value, str):
         role = "assistant" if field == "completion" else "user"
         return ({"role": role, "content": value},)
-    return _conversation(row, field, role="role", content="content").messages
+    return tuple(_messages(row, field, role="role", content="content"))
 
 
 def _token_ids(row: Row) -> TokenIds:

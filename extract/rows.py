@@ -182,7 +182,8 @@ def _json_lines(file: Path) -> Iterator[Any]:
                 continue
             try:
                 yield json.loads(line)
-            except ValueError as problem:
+            # The last for brackets in brackets without an end.
+            except (ValueError, RecursionError) as problem:
                 raise BadInput(
                     f"--data {file} line {number} is not JSON ({problem}); one object a line is "
                     "allowed"
@@ -192,7 +193,7 @@ def _json_lines(file: Path) -> Iterator[Any]:
 def _json_list(file: Path) -> Iterator[Any]:
     try:
         data = json.loads(file.read_text(encoding="utf-8-sig"))
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise BadInput(f"--data {file} is not JSON ({problem}); a list is allowed") from problem
     if not isinstance(data, list):
         raise BadInput(

@@ -33,6 +33,10 @@ ROWS = {
         },
         Prompt(id="0", turns=("a",)),
     ),
+    "sharegpt-system": (
+        {"conversations": [{"from": "human", "value": "a"}], "system": "s"},
+        Prompt(id="0", turns=("a",), system="s"),
+    ),
 }
 
 

@@ -70,6 +70,29 @@ def test_conversations_of_every_format(reader: CorpusReader, values: dict):
     ]
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]},
+        MESSAGES,
+        {"turns": ["Hi"], "answers": ["Hello."]},
+        {"prompt": [ASKED], "completion": [SAID]},
+    ],
+    ids=["sharegpt", "openai", "turns", "conversational-completion"],
+)
+def test_system_message_beside_a_conversation(reader: CorpusReader, values: dict):
+    """As ShareGPT files have it; one inside the conversation comes first."""
+    (row, bare), _ = reader.convert(rows_of({**values, "system": "Be brief."}, values))
+    text = reader.tokenizer.decode(row.tokens)
+    assert text == "<|im_start|>system\nBe brief.<|im_end|>\n" + reader.tokenizer.decode(
+        bare.tokens
+    )
+    assert supervised_text(reader, row) == "Hello.<|im_end|>"
+    own = {"messages": [{"role": "system", "content": "Be kind."}, ASKED, SAID]}
+    (row,), _ = reader.convert(rows_of({**own, "system": "Be brief."}))
+    assert "Be brief." not in reader.tokenizer.decode(row.tokens)
+
+
 def test_rendered_text(reader: CorpusReader):
     text = reader.tokenizer.apply_chat_template(MESSAGES["messages"], tokenize=False)
     (rendered, plain), _ = reader.convert(rows_of({"text": text}, MESSAGES))
@@ -263,6 +286,7 @@ def test_nothing_kept_is_an_error(reader: CorpusReader, values: list[dict], word
         ({"question": "Hi"}, "has the columns question"),
         ({**MESSAGES, "tools": ["f"]}, "tools is no list of tools"),
         ({**MESSAGES, "tools": "f"}, "tools is no list of tools"),
+        ({**MESSAGES, "system": ["x"]}, "system is a list"),
     ],
 )
 def test_wrong_types_name_row_and_field(reader: CorpusReader, values: dict, words: str | None):
@@ -310,6 +334,8 @@ def test_files_of_every_kind(tmp_path: Path, name: str):
         ("a.txt", "x", "unknown ending"),
         ("a.jsonl", '{"a": 1}\n{"b"\n', "line 2 is not JSON"),
         ("b.jsonl", "[1]\n", "row 1 is a list"),
+        ("c.jsonl", "[" * 99999, "line 1 is not JSON .*recursion"),
+        ("c.json", "[" * 99999, "is not JSON .*recursion"),
         ("a.json", "{", "is not JSON"),
         ("b.json", '{"a": 1}', "holds a dict"),
         ("a.parquet", "PAR1 no", "cannot be read"),
