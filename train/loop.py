@@ -218,11 +218,11 @@ class Run:
         return largest(waited, self._world, self._setup.device) >= self._every.seconds
 
     def _record(self) -> None:
-        record, skipped = self._window.read()
+        record = self._window.read()
         seconds = self._clock.take()
         elapsed = time.perf_counter() - self._window.began
         counts = self._window.counts.over(self._world, self._setup.device)
-        self._fold(skipped)
+        self._fold()
         # Twice a second or so, and the same number on every process.
         slowest = largest(elapsed / self._window.num_steps, self._world, self._setup.device)
         self._check_every = max(1, min(self._config.log_every, int(_CHECK_S / slowest)))
@@ -249,13 +249,13 @@ class Run:
             self._log.train(record, done=self._done())
         self._window = Window()
 
-    def _fold(self, skipped_steps: int = 0) -> None:
+    def _fold(self) -> None:
         """Bring the state's counts up to date, the same on every process."""
         counts = self._pending.over(self._world, self._setup.device)
         self._pending = Counts()
         self._state = replace(
             self._state,
-            skipped_steps=self._state.skipped_steps + skipped_steps,
+            skipped_steps=self._state.skipped_steps + self._window.take_skipped(),
             skipped_samples=self._state.skipped_samples + round(counts.skipped_samples),
             damaged_samples=self._state.damaged_samples + round(counts.damaged_samples),
         )

@@ -65,22 +65,25 @@ class Window:
         self.num_steps += 1
         self.counts.add(counts)
 
-    def read(self) -> tuple[dict[str, Any], int]:
-        """Return a record's measured values and the number of skipped steps; waits once."""
+    def take_skipped(self) -> int:
+        """Return the number of skipped steps since it was last asked for; waits for the device."""
+        skipped, self._skipped = self._skipped, None
+        return 0 if skipped is None else round(skipped.item())
+
+    def read(self) -> dict[str, Any]:
+        """Return a record's measured values; waits once."""
         assert self._totals is not None
-        assert self._skipped is not None
         assert self._norm is not None
-        values = torch.cat([self._totals, torch.stack([self._norm, self._skipped]).double()])
-        loss, weight, blocks, *accepted, norm, skipped = values.tolist()
+        values = torch.cat([self._totals, self._norm.double().reshape(1)])
+        loss, weight, blocks, *accepted, norm = values.tolist()
         by_position = [count / max(1.0, blocks) for count in accepted]
-        record = {
+        return {
             # None where every step was skipped, or the last one: JSON has no NaN.
             "loss": loss / weight if weight else None,
             "acceptance": 1.0 + sum(by_position),
             "accepted_by_position": by_position,
             "grad_norm": norm if math.isfinite(norm) else None,
         }
-        return record, round(skipped)
 
 
 def speeds(
