@@ -39,6 +39,7 @@ from dflash_offline.train.mask_token import MaskToken, choose_mask_token
 from dflash_offline.train.memory_model import memory_line
 from dflash_offline.train.objective import Objective, objective_of
 from dflash_offline.train.order import SampleOrder, StoreSamples
+from dflash_offline.train.report import REPORT_NAME
 from dflash_offline.train.row_loss import BestTokens, row_losses
 from dflash_offline.train.schedule import parse_every
 from dflash_offline.train.sharding import ALL, Sharding
@@ -263,7 +264,8 @@ def _start(config: TrainConfig) -> tuple[Path | None, RunState]:
             raise BadInput(f"--out {config.out} holds a drafter already; choose another folder")
         return None, RunState()
     state = load_state(found[-1])
-    if state.is_finished and not config.resume:
+    is_published = (config.out / FINAL).exists() and (config.out / REPORT_NAME).exists()
+    if state.is_finished and is_published and not config.resume:
         raise BadInput(
             f"--out {config.out} holds a finished run; choose another folder, or add --resume and "
             "a larger --num-steps to train on"

@@ -1,0 +1,59 @@
+"""Runs that go on after they stopped at an awkward moment."""
+
+import errno
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dflash_offline.train import loop
+from dflash_offline.train.checkpoint import checkpoints, load_state
+from dflash_offline.train.loop import train
+
+
+def records(out: Path, kind: str) -> list[dict]:
+    lines = (out / "log.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def killed_after(out: Path, step: int) -> None:
+    """Take away what a finished run wrote after a step."""
+    shutil.rmtree(out / "draft")
+    for folder in checkpoints(out):
+        if load_state(folder).step > step:
+            shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("what", ["publish", "write_report"])
+def test_a_run_that_ends_on_a_full_disk_goes_on(config, small_store, tmp_path, monkeypatch, what):
+    def full(*_given):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run = config(small_store[0], tmp_path / "run", num_steps=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, what, full)
+        with pytest.raises(OSError, match="No space"):
+            train(run)
+    assert train(run) == tmp_path / "run/draft"
+    assert [record["step"] for record in records(tmp_path / "run", "train")] == [1, 2]
+    assert (tmp_path / "run/report.html").exists()
+
+
+def test_a_checkpoint_between_records_knows_of_skipped_steps(config, corpus_maker, tmp_path):
+    corpus = corpus_maker()
+    for index in (0, 1, 2):
+        corpus.masks[index][:] = 0
+    with corpus.open(tmp_path / "store") as store:
+        corpus.commit(store)
+    run = config(
+        tmp_path / "store", tmp_path / "run", num_steps=4, log_every=3, checkpoint_every="1",
+        keep_checkpoints=9,
+    )  # fmt: skip
+    train(run)
+    (last,) = records(tmp_path / "run", "train")[-1:]
+    # The first step's samples are those three.
+    assert load_state(tmp_path / "run/checkpoints/step-1").skipped_steps == 1
+    killed_after(tmp_path / "run", 1)
+    train(run)
+    assert records(tmp_path / "run", "train")[-1]["skipped_steps"] == last["skipped_steps"] >= 1
