@@ -291,6 +291,30 @@ def _click_option(field: dataclasses.Field) -> click.Parameter:
     )
 
 
+class _AsWritten(yaml.SafeLoader):
+    """Takes values as they are written, so that they are read as on the command line.
+
+    With YAML's own types `3.7` would become the integer 3, `no` false and `0123` the number 83.
+    """
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - the name that the base class has
+        first: [each for each in found if each[0] == "tag:yaml.org,2002:null"]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return a mapping without repeated names, of which YAML keeps the last."""
+        names = [_field_name(key.value) for key, _ in node.value]
+        if twice := [name for name in names if names.count(name) > 1]:
+            problem = f"{twice[0]} is there twice"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _field_name(key: Any) -> str:
+    return str(key).lstrip("-").replace("-", "_")
+
+
 def _config_file_option(config: type) -> click.Option:
     known = {field.name: field for field in dataclasses.fields(config)}
 
@@ -298,18 +322,24 @@ def _config_file_option(config: type) -> click.Option:
         if path is None:
             return
         try:
-            given = yaml.safe_load(path.read_bytes()) or {}
+            given = yaml.load(path.read_bytes(), _AsWritten) or {}
         except (yaml.YAMLError, UnicodeDecodeError) as problem:
             raise click.BadParameter(f"{path} is not YAML: {problem}") from problem
         if not isinstance(given, dict):
             raise click.BadParameter(f"{path} holds no mapping of option names to values")
-        given = {str(key).lstrip("-").replace("-", "_"): value for key, value in given.items()}
+        given = {_field_name(key): value for key, value in given.items()}
         unknown = sorted(set(given) - set(known))
         if unknown:
             raise click.BadParameter(
                 f"{path} sets {', '.join(unknown)}, which this command does not have; "
                 "see --help for the names"
             )
+        for key, value in given.items():
+            each = value if known[key].metadata["multiple"] and isinstance(value, list) else [value]
+            if any(isinstance(one, list | dict) for one in each):
+                raise click.BadParameter(
+                    f"{path} sets {key} to {value!r}; write it as on the command line"
+                )
         context.default_map = {
             key: [v] if known[key].metadata["multiple"] and not isinstance(v, list) else v
             for key, v in given.items()

@@ -11,7 +11,13 @@ import click
 import pytest
 
 from dflash_offline.common.errors import BadInput
-from dflash_offline.common.options import click_command, exit_code_of, option, print_config
+from dflash_offline.common.options import (
+    click_command,
+    exit_code_of,
+    option,
+    print_config,
+    save_config,
+)
 
 SEEN: list["_Config"] = []
 
@@ -22,6 +28,8 @@ class _Config:
     note: str | None = option(None, help="Whatever it is.")
     share: float = option(0.5, help="Part.", type=click.FloatRange(0, 1))
     out: str = option(help="Where to.", required=True)
+    num: int = option(3, help="How many.")
+    is_quiet: bool = option(False, help="Say nothing.")
 
 
 def be_stopped(_config: _Config) -> None:
@@ -59,6 +67,44 @@ def test_file_names_one_value_of_an_option_that_repeats(tmp_path: Path, data: st
     (tmp_path / "c.yaml").write_text(f"data: {data}\n")
     assert call("--config", str(tmp_path / "c.yaml")) == 0
     assert SEEN[-1].data == ("a.jsonl",)
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("note: no\n", {"note": "no"}),
+        ("note: 0123\r\nshare: 1e-1\r\n", {"note": "0123", "share": 0.1}),
+        ("note: ~\nis-quiet: yes\nnum: 7\n", {"note": None, "is_quiet": True, "num": 7}),
+    ],
+)
+def test_values_of_a_file_are_read_as_on_the_command_line(tmp_path, text, values):
+    (tmp_path / "c.yaml").write_bytes(text.encode())
+    assert call("--config", str(tmp_path / "c.yaml")) == 0
+    assert {name: vars(SEEN[-1])[name] for name in values} == values
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("num: 3.7\n", "'3.7' is not a valid integer"),
+        ("num: true\n", "'true' is not a valid integer"),
+        ("is_quiet: 2\n", "'2' is not a valid boolean"),
+        ("note: [1, 9]\n", "sets note to ['1', '9']; write it as on the command line"),
+        ("data: [a, {b: c}]\n", "sets data to"),
+        ("share: 0.5\nnote: a\n--share: 0.1\n", "share is there twice"),
+    ],
+)
+def test_values_that_a_file_cannot_mean(tmp_path, capsys, text, words):
+    (tmp_path / "c.yaml").write_text(text)
+    assert call("--config", str(tmp_path / "c.yaml")) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_file_that_a_run_wrote_is_read_back(tmp_path):
+    config = _Config(out="0x1f", note="no", share=1e-7, data=("a b", "1.5", "~"), is_quiet=True)
+    (tmp_path / "c.yaml").write_text(save_config(config))
+    assert call("--config", str(tmp_path / "c.yaml"), "--out", "0x1f") == 0
+    assert SEEN[-1] == config
 
 
 def test_file_that_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
