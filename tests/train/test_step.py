@@ -284,14 +284,31 @@ def test_hits_are_counted_against_the_teachers_best_tokens(toy_maker, loss):
     document = with_final(toy.document(20, prompt=4), 3)
     given = toy.given([document], with_final=True)
     objective = objective_of(parse_loss(loss), labels="teacher", block_size=4)
-    sums = run_pass(toy.drafter, toy.head, objective, given)
-    hidden = toy.drafter(
-        given.features, toy.head.embeddings(given.tables.block_tokens), given.tables
-    )
     rows = given.tables.label_rows
-    best = (hidden[rows] @ toy.head.weight.T).argmax(-1) == toy.head.best_tokens(given.final)
-    first = best[rows % 4 == 1]
+    embeddings = toy.head.embeddings(given.tables.block_tokens)
+    hidden = toy.drafter(given.features, embeddings, given.tables)[rows].detach()
+    # A teacher that the drafter agrees with at every other anchor.
+    agrees = rows // 4 % 2 == 0
+    given = dataclasses.replace(given, final=torch.where(agrees[:, None], hidden, -hidden))
+    sums = run_pass(toy.drafter, toy.head, objective, given)
+    first = agrees[rows % 4 == 1]
+    assert 0 < first.sum() < len(first)
     assert sums.accepted[0] == first.sum()
+
+
+def test_a_factor_of_cross_entropy_alone(toy_maker):
+    toy = toy_maker()
+    given = toy.given([toy.document(20, prompt=4)])
+    losses = [
+        run_pass(
+            toy.drafter,
+            toy.head,
+            objective_of(parse_loss(text), labels="data", block_size=4),
+            given,
+        ).loss
+        for text in ("ce", "ce=0.25")
+    ]
+    torch.testing.assert_close(losses[1], 0.25 * losses[0])
 
 
 def train_on(toy, document, steps: int) -> None:
