@@ -14,7 +14,7 @@ from dflash_offline.common.cache import Cache, open_cache
 from dflash_offline.common.cache_cli import InfoConfig, PreviewConfig
 from dflash_offline.common.calibration_file import read_codec_report
 from dflash_offline.common.errors import BadInput
-from dflash_offline.common.store import supervised
+from dflash_offline.common.store import LOSS_MASK, TOKENS, TOPK_IDS, TOPK_LOGPROBS, supervised
 
 _LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt")
 _HISTOGRAM_BINS = 8
@@ -35,7 +35,7 @@ def info(config: InfoConfig) -> None:
     if summary["codec_error"]:
         console.print(_table(*_codec_error(summary["codec_error"])))
     identity = [
-        {"kind": kind, "field": name, "value": value}
+        {"kind": kind, "field": name, "value": str(value)}
         for kind, fields in summary["identity"].items()
         for name, value in fields.items()
     ]
@@ -53,7 +53,8 @@ def summarise(cache: Cache) -> dict[str, Any]:
     usable = np.array(cache.samples, dtype=np.int64)
     lengths, trained = plan.column("length")[usable], plan.column("supervised")[usable]
     raw = int(lengths.sum()) * schema.bytes_per_token()
-    states = sum(stored[name] for name in stored if name not in ("tokens", "loss_mask"))
+    apart = (TOKENS, LOSS_MASK, TOPK_IDS, TOPK_LOGPROBS)
+    states = sum(size for name, size in stored.items() if name not in apart)
     counts, edges = np.histogram(lengths, bins=_HISTOGRAM_BINS)
     return {
         "format": 1,
@@ -117,6 +118,8 @@ def _licence(cache: Cache) -> str:
 
 def _overview(url: str, summary: dict[str, Any]) -> Table:
     share = summary["supervised_tokens"] / max(1, summary["tokens"])
+    best_bytes = sum(summary["stored_bytes"].get(name, 0) for name in (TOPK_IDS, TOPK_LOGPROBS))
+    best = {"best tokens": f"{best_bytes / 1e6:,.1f} MB stored"} if best_bytes else {}
     rows = {
         "packs": f"{summary['packs']} of {summary['planned_packs']} committed",
         "samples": (
@@ -132,6 +135,7 @@ def _overview(url: str, summary: dict[str, Any]) -> Table:
             f"{summary['states_bytes_bf16'] / 1e6:,.1f} MB as bfloat16 "
             f"(ratio {summary['ratio']})"
         ),
+        **best,
         "target's licence": summary["target_licence"],
     }
     table = Table(title=url, title_justify="left", show_header=False, box=None)

@@ -1,5 +1,6 @@
 """Best tokens of a teacher: computed in chunks, stored, read back, copied, edited and verified."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -116,6 +117,15 @@ def test_verify_finds_nonsense(tmp_path: Path, corpus_maker, array: str, value, 
             store.commit_pack(pack, features, topk=TopK.joined([best[i] for i in members]))
     (problem,) = find_problems(open_cache(str(tmp_path / "store")), deep=True)
     assert words in problem
+
+
+def test_info_counts_them_apart_from_states(topk_store, capsys):
+    url, *_ = topk_store()
+    assert run("info", "--json", url) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["states_bytes"] == summary["stored_bytes"]["features"]
+    assert run("info", url) == 0
+    assert "best tokens" in capsys.readouterr().out
 
 
 def test_wrong_shape_is_not_stored(tmp_path: Path, corpus_maker):
