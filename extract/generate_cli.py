@@ -10,7 +10,8 @@ main = command(
 
     The assistant's turns in the data, if any, are written anew. Rows are appended as they are
     finished. Answers cut by --max-new-tokens are marked with finish_reason "length", and
-    dflash-extract supervises them without an end of turn, which the target did not write.
+    dflash-extract supervises them without an end of turn, which the target did not write; "context"
+    marks a conversation whose answers left no room for its next one.
 
     \b
     Example:

@@ -62,6 +62,10 @@ class Job:
         if answer.finish_reason != "stop" or self.num_answered == len(self.questions):
             self.finish_reason = answer.finish_reason
 
+    def end(self) -> None:
+        """Leave out the questions that are left: the context has no room for more answers."""
+        self.finish_reason = "context"
+
     def seed(self, seed: int) -> int:
         """Return the seed of the next answer: its own, whatever is decoded beside it."""
         text = f"{seed} {self.key} {self.num_answered}"

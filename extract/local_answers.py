@@ -52,8 +52,10 @@ class LocalAnswers:
             watch: called while a batch is under way.
 
         Raises:
-            BadInput: a prompt and its answer exceed the target's context.
+            BadInput: a first prompt and its answer exceed the target's context; nothing is loaded.
         """
+        for job in jobs:
+            self._refuse_long(job)
         config = self._config
         device = default_device()
         target = load_target(
@@ -65,7 +67,7 @@ class LocalAnswers:
             trust_remote_code=config.trust_remote_code,
         )
         for chunk in self._chunks(jobs):
-            while waiting := [job for job in chunk if job.finish_reason is None]:
+            while waiting := self._unfinished(chunk):
                 for batch in self._chunks(waiting):
                     self._answer_once(target, batch, watch)
             yield from chunk
@@ -83,16 +85,30 @@ class LocalAnswers:
             width = max(width, needed)
         yield chunk
 
-    def _prompt(self, job: Job) -> list[int]:
-        prompt = render_prompt(self._tokenizer, job.ask(), self._options)
-        needed = len(prompt) + self._config.max_new_tokens
-        if self._context is not None and needed > self._context:
+    def _unfinished(self, jobs: Sequence[Job]) -> list[Job]:
+        """Return the jobs that have another question, and room for its answer."""
+        for job in jobs:
+            if job.finish_reason is None and not self._has_room(len(self._prompt(job))):
+                job.end()
+        return [job for job in jobs if job.finish_reason is None]
+
+    def _refuse_long(self, job: Job) -> None:
+        length = len(self._prompt(job))
+        if not self._has_room(length):
             raise BadInput(
-                f"--max-new-tokens {self._config.max_new_tokens} after the {len(prompt)} tokens of "
+                f"--max-new-tokens {self._config.max_new_tokens} after the {length} tokens of "
                 f"prompt {job.id} is above the target's context of {self._context}; lower it, or "
                 "leave the prompt out"
             )
-        return prompt
+
+    def _has_room(self, length: int) -> bool:
+        return self._context is None or length + self._config.max_new_tokens <= self._context
+
+    def _prompt(self, job: Job) -> list[int]:
+        try:
+            return render_prompt(self._tokenizer, job.ask(), self._options)
+        except BadInput as problem:
+            raise BadInput(f"prompt {job.id}: {problem}; change it or leave it out") from problem
 
     def _answer_once(self, target: Target, jobs: Sequence[Job], watch: Watch) -> None:
         limit = self._config.max_new_tokens

@@ -266,6 +266,37 @@ def test_bad_prompts(make_target, run, tmp_path, capsys, content, words):
     assert not out.exists() or out.read_bytes() == b""
 
 
+def test_long_prompt_is_refused_before_others_are_answered(
+    make_target, run, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("dflash_offline.extract.local_answers.load_target", None)
+    data, out = tmp_path / "data.jsonl", tmp_path / "answers.jsonl"
+    data.write_text('{"turns": ["Hi"]}\n' * 5 + '{"turns": ["' + "long " * 120 + '"]}\n')
+    args = ("--target", make_target("qwen3"), "--data", data, "--out", out, "--batch-tokens", 64)
+    assert run(generate_command, *args, "--max-new-tokens", 4) == 2
+    assert "tokens of prompt data:5 is above" in capsys.readouterr().err.splitlines()[-1]
+    assert out.read_bytes() == b""
+
+
+def test_conversation_ends_where_the_context_is_full(make_target, run, tmp_path, monkeypatch):
+    """What its answers leave no room for is known only then, and other rows go on."""
+    data, out = tmp_path / "data.jsonl", tmp_path / "answers.jsonl"
+    rows = [["Hi", "long " * 90, "And then?"], ["Hi", "And then?"]]
+    data.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in rows))
+    target = make_target("qwen3")
+    args = ("--target", target, "--data", data, "--out", out, "--max-new-tokens", 40)
+    tokens = load_tokenizer(target)("Well.")["input_ids"]
+
+    def decode(_target: Target, prompts: list, *_args: object, **_options: object) -> list[Decoded]:
+        assert all(len(prompt) + 40 <= 512 for prompt in prompts)
+        return [Decoded(tokens=tokens, is_cut=False) for _ in prompts]
+
+    monkeypatch.setattr(local_answers, "decode_batch", decode)
+    assert run(generate_command, *args) == 0
+    found = [(len(row["messages"]), row["finish_reason"]) for row in rows_in(out)]
+    assert found == [(2, "context"), (4, "stop")]
+
+
 def test_foreign_file_is_left_alone(make_target, prompts, run, tmp_path, capsys):
     out = tmp_path / "notes.jsonl"
     out.write_text('{"a": 1}\n')
