@@ -312,8 +312,9 @@ class Run:
         checkpoint = self._save()
         if not self._world.is_first:
             return self._config.out / FINAL
-        folder = publish(checkpoint, self._config.out)
+        # Last, since a run that has it is over.
         report = write_report(self._config.out)
+        folder = publish(checkpoint, self._config.out)
         state = self._state
         damaged = f", {state.damaged_samples} damaged" if state.damaged_samples else ""
         say(

@@ -39,7 +39,6 @@ from dflash_offline.train.mask_token import MaskToken, choose_mask_token
 from dflash_offline.train.memory_model import memory_line
 from dflash_offline.train.objective import Objective, objective_of
 from dflash_offline.train.order import SampleOrder, StoreSamples
-from dflash_offline.train.report import REPORT_NAME
 from dflash_offline.train.row_loss import BestTokens, row_losses
 from dflash_offline.train.schedule import parse_every
 from dflash_offline.train.sharding import ALL, Sharding
@@ -174,13 +173,7 @@ def prepare(config: TrainConfig, world: World) -> Setup:
     check_supervision(config, caches, wanted)
     head = load_target_head(caches[0])
     shape, mask_token = _shape(config, caches, head, checkpoint)
-    objective = objective_of(
-        parse_loss(config.loss),
-        labels=config.labels,
-        block_size=shape.block_size,
-        noise=config.noise,
-        num_topk=caches[0].schema.num_topk,
-    )
+    objective = _objective(config, shape, caches[0])
     head = head_for(head, shape, has_teacher=objective.makes_target_logits)
     if world.is_first:
         warn_of_short_documents(caches, wanted, shape.layout)
@@ -189,17 +182,8 @@ def prepare(config: TrainConfig, world: World) -> Setup:
     learned = _learned(config, caches, wanted, shape) | {"dtype": str(dtype)[len("torch.") :]}
     if checkpoint is not None:
         check_learned(state.learned, learned, config.out)
-    on_paper = head.to("meta", dtype)
-    memory = memory_line(
-        config,
-        shape,
-        caches,
-        wanted,
-        objective=objective,
-        head=on_paper,
-        device=device,
-        world_size=world.size,
-    )
+    given = {"objective": objective, "device": device, "world_size": world.size}
+    memory = memory_line(config, shape, caches, wanted, head=head.to("meta", dtype), **given)
     drafter = _drafter(config, shape, checkpoint)
     sharding = None
     if config.shard == ALL and world.size > 1:
@@ -227,6 +211,12 @@ def prepare(config: TrainConfig, world: World) -> Setup:
         memory=memory,
         sharding=sharding,
     )
+
+
+def _objective(config: TrainConfig, shape: DrafterConfig, cache: Cache) -> Objective:
+    spec, num_topk = parse_loss(config.loss), cache.schema.num_topk
+    sizes = {"block_size": shape.block_size, "num_topk": num_topk}
+    return objective_of(spec, labels=config.labels, noise=config.noise, **sizes)
 
 
 def _check_options(config: TrainConfig) -> None:
@@ -264,8 +254,7 @@ def _start(config: TrainConfig) -> tuple[Path | None, RunState]:
             raise BadInput(f"--out {config.out} holds a drafter already; choose another folder")
         return None, RunState()
     state = load_state(found[-1])
-    is_published = (config.out / FINAL).exists() and (config.out / REPORT_NAME).exists()
-    if state.is_finished and is_published and not config.resume:
+    if state.is_finished and (config.out / FINAL).exists() and not config.resume:
         raise BadInput(
             f"--out {config.out} holds a finished run; choose another folder, or add --resume and "
             "a larger --num-steps to train on"

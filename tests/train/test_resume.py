@@ -37,7 +37,7 @@ def test_a_run_that_ends_on_a_full_disk_goes_on(config, small_store, tmp_path, m
             train(run)
     assert train(run) == tmp_path / "run/draft"
     assert [record["step"] for record in records(tmp_path / "run", "train")] == [1, 2]
-    assert (tmp_path / "run/report.html").exists()
+    assert (tmp_path / "run/draft/model.safetensors").exists()
 
 
 def test_a_checkpoint_between_records_knows_of_skipped_steps(config, corpus_maker, tmp_path):
