@@ -60,6 +60,16 @@ def test_head_and_drafter_get_copies(toy_maker):
     assert first.mlp.up_proj.fp8 is None
 
 
+def test_scales_of_the_target_reach_the_copy(toy_maker):
+    plain = dataclasses.replace(toy_maker(torch.float32).head, logit_scale=0.5, softcap=3.0)
+    states = torch.randn(20, 32, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(20)
+    wanted, found = (head.cross_entropy(states, labels).nll for head in (plain, plain.with_fp8()))
+    # Four significant bits in both operands, of logits up to 3; without the scales losses are
+    # several times as large.
+    assert 0 < (found - wanted).abs().max() < 0.2
+
+
 @pytest.mark.usefixtures("hopper")
 def test_a_width_that_is_no_multiple_of_16_is_refused(toy_maker):
     with pytest.raises(BadInput, match="multiples of 16; drop it"):

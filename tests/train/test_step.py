@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dflash_offline.common.topk import TopK
+from dflash_offline.kernels.reference_loss import head_logits
 from dflash_offline.train.loss_spec import DECAY, DPACE, parse_loss
 from dflash_offline.train.noise import noise_key, row_keys
 from dflash_offline.train.objective import Objective, objective_of
@@ -250,7 +251,14 @@ def test_divergences_equal_the_written_sums(toy_maker):
 
 def with_best_tokens(toy, document, k: int):
     """Replace a document's final states by the k best tokens that they predict."""
-    logprobs = (document.final.double() @ toy.head.weight.double().T).log_softmax(-1)
+    head = toy.head
+    logits = head_logits(
+        document.final.double(),
+        head.weight.double(),
+        logit_scale=head.logit_scale,
+        softcap=head.softcap,
+    )
+    logprobs = logits.log_softmax(-1)
     best, ids = logprobs.topk(k)
     topk = TopK(ids=ids.int().numpy(), logprobs=best.float().numpy())
     anchored = dataclasses.replace(document.anchored, topk=topk)
@@ -275,6 +283,17 @@ def test_all_of_a_teachers_tokens_are_the_teacher(toy_maker, loss, labels, layou
     few = [with_best_tokens(toy, each, 3) for each in documents]
     if "kl" in loss:
         assert gradients(toy, [few], objective, with_final=False)[1][0] < totals[0]
+
+
+def test_scales_of_the_target_reach_its_best_tokens(toy_maker):
+    toy = toy_maker()
+    toy.head = dataclasses.replace(toy.head, logit_scale=0.5, softcap=3.0)
+    document = with_final(toy.document(12, prompt=4), 2)
+    objective = objective_of(parse_loss("kl=0.9,ce=0.1"), labels="data", block_size=4)
+    whole, _ = gradients(toy, [[document]], objective)
+    listed = with_best_tokens(toy, document, VOCAB)
+    found, _ = gradients(toy, [[listed]], objective, with_final=False)
+    assert_same(whole, found, 1e-5)
 
 
 @pytest.mark.parametrize("loss", ["kl", "dpace,kl"])
