@@ -21,8 +21,8 @@ def cache_folder() -> Path:
 def local_copy(blobs: Blobs, digests: Mapping[str, str], folder: str) -> Path:
     """Return the local twin of a folder, fetching the files that are not there yet.
 
-    Twins lie in `cache_folder`, named by their content, so stores with the same
-    target share one. A file that is there is whole: it was checked before it got its name.
+    Twins lie in `cache_folder`, named by their content, so stores with the same target share one.
+    A file that is there is read to its end all the same: the disk may have changed it since.
 
     Args:
         digests: key to SHA-256 of the store's fixed files.
@@ -35,7 +35,11 @@ def local_copy(blobs: Blobs, digests: Mapping[str, str], folder: str) -> Path:
     name = hashlib.sha256(listing.encode()).hexdigest()[:16]
     local = LocalBlobs(cache_folder() / name)
     for key, sha in wanted.items():
-        if not (local.root / key).exists():
+        try:
+            check_file(local, key, sha)
+        except DamagedStore:
+            with suppress(FileNotFoundError):
+                local.delete(key)
             # Another process may fetch the same file; either copy will do.
             with suppress(FileExistsError):
                 local.create(key, _checked_parts(blobs, key, sha))

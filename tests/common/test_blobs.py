@@ -256,7 +256,11 @@ def test_local_copy_is_checked(tmp_path, small_store, monkeypatch):
     digests = cache.fixed_files()
     folder = local_copy(cache.blobs, digests, "target")
     assert {p.name for p in folder.iterdir()} == set(corpus.target_files)
-    assert local_copy(cache.blobs, digests, "target") == folder
+    kept = folder / "tensors.safetensors"
+    for damaged in (b"", b"x" * kept.stat().st_size):
+        kept.write_bytes(damaged)
+        assert local_copy(cache.blobs, digests, "target") == folder
+        assert kept.read_bytes() == corpus.target_files["tensors.safetensors"]
     (Path(url) / "target" / "config.json").write_text("{}")
     assert (folder / "config.json").read_bytes() == corpus.target_files["config.json"]
     (folder / "config.json").unlink()
