@@ -16,7 +16,7 @@ from rich.progress import track
 from dflash_offline.common.blobs import Blobs, blobs_at
 from dflash_offline.common.cache import Cache, open_cache
 from dflash_offline.common.cache_cli import CopyConfig
-from dflash_offline.common.cache_verify import check_shard, find_file_problems
+from dflash_offline.common.cache_verify import find_file_problems, read_checked
 from dflash_offline.common.calibration import CalibrationRows, calibration_batches
 from dflash_offline.common.calibration_file import read_codec_report
 from dflash_offline.common.codec_report import codec_report
@@ -90,8 +90,7 @@ def _copy_objects(cache: Cache, destination: str, storage_options: Sequence[str]
                 continue
             for name, stated in cache.record(pack)["arrays"].items():
                 key = shard_key(name, pack)
-                content = cache.blobs.read(key)
-                check_shard(cache, name, pack, content, stated)
+                content = read_checked(cache, name, pack, stated)
                 if exists(blobs, key):
                     blobs.delete(key)
                 blobs.create(key, [content])

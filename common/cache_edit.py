@@ -15,7 +15,7 @@ from rich.progress import track
 from dflash_offline.common.blobs import Blobs, LocalBlobs, is_temporary
 from dflash_offline.common.cache import Cache, Document, open_cache
 from dflash_offline.common.cache_cli import RemoveConfig, RepairConfig
-from dflash_offline.common.cache_verify import broken_packs, check_shard, find_file_problems
+from dflash_offline.common.cache_verify import broken_packs, find_file_problems, read_checked
 from dflash_offline.common.errors import BadInput, DamagedStore, FoundProblems
 from dflash_offline.common.lease import is_owner_key
 from dflash_offline.common.pack_index import damaged_indexes, scan_records, write_pack_index
@@ -91,7 +91,7 @@ def _damaged_tokens(cache: Cache, packs: set[int]) -> list[str]:
     for pack in packs:
         for name, stated in token_files[pack].items():
             try:
-                check_shard(cache, name, pack, cache.blobs.read(shard_key(name, pack)), stated)
+                read_checked(cache, name, pack, stated)
             except (DamagedStore, FileNotFoundError):
                 damaged.append(shard_key(name, pack))
     return damaged

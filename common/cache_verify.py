@@ -8,6 +8,7 @@ and the SHA-256 of every file in the manifests.
 import hashlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -121,7 +122,7 @@ def _pack_problems(cache: Cache, pack: int, *, deep: bool) -> list[str]:
         key = shard_key(name, pack)
         try:
             if deep:
-                check_shard(cache, name, pack, cache.blobs.read(key), stated)
+                read_checked(cache, name, pack, stated)
             elif (size := cache.blobs.size(key)) != stated["bytes"]:
                 raise DamagedStore(
                     f"pack {pack}, array {name} ({key}): {size} bytes where {stated['bytes']} "
@@ -134,17 +135,31 @@ def _pack_problems(cache: Cache, pack: int, *, deep: bool) -> list[str]:
     return problems
 
 
-def check_shard(
-    cache: Cache, name: str, pack: int, content: bytes, stated: Mapping[str, Any]
-) -> None:
-    """Check every byte of one shard against its commit record.
+def read_checked(cache: Cache, name: str, pack: int, stated: Mapping[str, Any]) -> bytes:
+    """Return one shard, every byte of which was checked; asked for again where a network is.
 
     Args:
-        stated: `bytes` and `crc32c` of the array, from the record.
+        stated: `bytes` and `crc32c` of the array, from the record or the plan.
 
     Raises:
         DamagedStore: names pack, array and what is wrong.
+        FileNotFoundError: there is none.
     """
+    for _ in range(cache.blobs.rereads):
+        with suppress(DamagedStore):
+            return _read_once(cache, name, pack, stated)
+    return _read_once(cache, name, pack, stated)
+
+
+def _read_once(cache: Cache, name: str, pack: int, stated: Mapping[str, Any]) -> bytes:
+    content = cache.blobs.read(shard_key(name, pack))
+    _check_shard(cache, name, pack, content, stated)
+    return content
+
+
+def _check_shard(
+    cache: Cache, name: str, pack: int, content: bytes, stated: Mapping[str, Any]
+) -> None:
     try:
         if len(content) != stated["bytes"]:
             raise BadShard(f"{len(content)} bytes where {stated['bytes']} were written")

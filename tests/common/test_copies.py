@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dflash_offline.common.blobs import LocalBlobs
 from dflash_offline.common.cache import Cache, open_cache
 from dflash_offline.common.cache_cli import main
 from dflash_offline.common.cache_copy import _smaller_plan
@@ -98,3 +99,26 @@ def test_many_samples_are_copied_in_little_time(corpus_maker):
     _, groups = _smaller_plan(plan, range(len(plan.samples)))
     assert sum(map(len, groups)) == 20_000
     assert time.process_time() - start < 5.0
+
+
+@pytest.mark.parametrize("command", ["verify --deep", "repair", "copy"])
+def test_bytes_that_a_network_garbles_are_asked_for_again(
+    small_store, tmp_path, monkeypatch, command
+):
+    url, _ = small_store
+    garbled: set[str] = set()
+    read = LocalBlobs.read
+
+    def garble_once(self, key: str) -> bytes:
+        content = read(self, key)
+        if key in garbled or "/c/" not in key:
+            return content
+        garbled.add(key)
+        return content[:-1] + bytes([content[-1] ^ 1])
+
+    monkeypatch.setattr(LocalBlobs, "rereads", 2)
+    monkeypatch.setattr(LocalBlobs, "read", garble_once)
+    target = [tmp_path / "copy"] if command == "copy" else []
+    assert run(*command.split(), url, *target) == 0
+    assert len(garbled) >= 12
+    assert open_cache(url).packs == [0, 1, 2, 3]
