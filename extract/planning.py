@@ -314,7 +314,8 @@ def _option_fields(config: ExtractConfig, prepared: Prepared) -> dict[str, Scala
         "num_samples": config.num_samples,
         "max_length": prepared.max_length,
         "overlong": config.overlong,
-        "holdout": config.holdout,
+        # 1% and 0.01 are the same.
+        "holdout": f"{100 * prepared.plan_options.holdout:g}%",
         "seed": config.seed,
         "batch_tokens": config.batch_tokens,
         "unit_packs": prepared.plan_options.unit_packs,

@@ -162,9 +162,18 @@ def test_other_options_are_refused(extract, store, options):
     assert content(store) == before
 
 
-def test_auto_is_the_precision_it_stands_for(extract):
-    extract("--plan-only")
-    assert extract("--dtype", "float32", "--plan-only") == (0, 0, "")
+@pytest.mark.parametrize(
+    ("options", "again"),
+    [
+        (("--dtype", "auto"), ("--dtype", "float32")),
+        (("--holdout", "7%"), ("--holdout", "0.07")),
+        (("--max-length", 256), ()),
+    ],
+    ids=lambda options: " ".join(map(str, options)),
+)
+def test_other_words_for_the_same(extract, options, again):
+    assert extract(*options, "--plan-only")[0] == 0
+    assert extract(*again, "--plan-only") == (0, 0, "")
 
 
 def change_template(target: Path) -> None:
