@@ -122,8 +122,15 @@ def remove(config: RemoveConfig) -> None:
         _remove_store(config)
         return
     cache = open_cache(config.url, partial=True, storage_options=config.storage_option)
-    chosen = np.flatnonzero(select(cache.plan, config.where)).tolist()
-    chosen = sorted(set(chosen) & set(cache.samples))
+    meets = select(cache.plan, config.where)
+    chosen = sorted(set(np.flatnonzero(meets).tolist()) & set(cache.samples))
+    if uncommitted := np.count_nonzero(meets & ~np.isin(cache.plan.column("pack"), cache.packs)):
+        click.echo(
+            f"warning: {uncommitted} more samples lie in packs that are not computed, as an "
+            "interrupted rm leaves them too; their tokens stay until dflash-extract has finished "
+            "the store and rm is run again",
+            err=True,
+        )
     packs = sorted({cache.plan.samples[index].pack for index in chosen})
     question = f"Remove {len(chosen)} samples, rewriting {len(packs)} packs of {config.url}?"
     if not chosen or not _is_meant(config, question):

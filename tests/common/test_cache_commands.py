@@ -19,6 +19,7 @@ from dflash_offline.common.store import (
     index_key,
     shard_key,
 )
+from dflash_offline.common.store_writer import Store
 
 
 def run(*args: str) -> int:
@@ -288,6 +289,21 @@ def test_rm_of_samples(small_store):
         assert corpus.features[index][0, 3].tobytes() not in raw
         assert corpus.tokens[index].tobytes() not in raw
     assert corpus.tokens[3].tobytes() in raw
+    assert run("verify", "--deep", url) == 0
+
+
+def test_rm_says_what_it_cannot_take(small_store, capsys, monkeypatch):
+    url, corpus = small_store
+    with monkeypatch.context() as killed:
+        killed.setattr(Store, "rewrite_tokens", lambda *_: 1 / 0)
+        assert run("rm", url, "--yes", "--where", "id == 'test:1'") == 70
+    assert run("rm", url, "--yes", "--where", "id == 'test:1'") == 0
+    assert "1 more samples lie in packs that are not computed" in capsys.readouterr().err
+    with corpus.open(url) as store:
+        corpus.commit(store, sorted(set(range(4)) - store.committed))
+    assert run("rm", url, "--yes", "--where", "id == 'test:1'") == 0
+    assert not capsys.readouterr().err
+    assert len(open_cache(url).samples) == 5
     assert run("verify", "--deep", url) == 0
 
 
