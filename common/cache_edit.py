@@ -18,6 +18,7 @@ from dflash_offline.common.cache_cli import RemoveConfig, RepairConfig
 from dflash_offline.common.cache_verify import broken_packs, find_file_problems, read_checked
 from dflash_offline.common.errors import BadInput, DamagedStore, FoundProblems
 from dflash_offline.common.lease import is_owner_key
+from dflash_offline.common.options import signals_wait
 from dflash_offline.common.pack_index import damaged_indexes, scan_records, write_pack_index
 from dflash_offline.common.plan_writer import restore_metadata
 from dflash_offline.common.quantize import EncodedStates
@@ -167,12 +168,13 @@ def _rewrite_pack(store: Store, cache: Cache, pack: int, kept: set[int]) -> None
     tokens, masks = (
         {i: getattr(d, name) for i, d in documents.items()} for name in ("tokens", "loss_mask")
     )
-    store.drop_packs({pack})
-    store.rewrite_tokens(pack, tokens, masks)
     gone_now = {i: reasons.get(i, REMOVED) for i in members if i not in documents}
-    store.commit_pack(
-        pack, features, final, topk=TopK.joined(best) if k else None, quarantined=gone_now
-    )
+    joined = TopK.joined(best) if k else None
+    # In between, the states of all samples of the pack are nowhere.
+    with signals_wait():
+        store.drop_packs({pack})
+        store.rewrite_tokens(pack, tokens, masks)
+        store.commit_pack(pack, features, final, topk=joined, quarantined=gone_now)
 
 
 def _lay_out(

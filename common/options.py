@@ -221,6 +221,21 @@ def signals_stop():
             signal.signal(each, handler)
 
 
+@contextmanager
+def signals_wait():
+    """Hold SIGTERM and SIGINT back until something that must not end half-way is done."""
+    arrived: list[int] = []
+    handled = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(each, lambda number, _: arrived.append(number)) for each in handled]
+    try:
+        yield
+    finally:
+        for each, handler in zip(handled, before, strict=True):
+            signal.signal(each, handler)
+    if arrived:
+        signal.raise_signal(arrived[0])
+
+
 def config_as_dict(config: Any) -> dict[str, Any]:
     """Return a command's configuration as plain JSON and YAML values, with secrets masked."""
     plain = {}

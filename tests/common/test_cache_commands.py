@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -305,6 +307,23 @@ def test_rm_says_what_it_cannot_take(small_store, capsys, monkeypatch):
     assert not capsys.readouterr().err
     assert len(open_cache(url).samples) == 5
     assert run("verify", "--deep", url) == 0
+
+
+def test_rm_that_is_stopped_loses_no_pack(small_store, monkeypatch):
+    url, corpus = small_store
+    rewrite = Store.rewrite_tokens
+
+    def stopped(*args) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        rewrite(*args)
+
+    monkeypatch.setattr(Store, "rewrite_tokens", stopped)
+    assert run("rm", url, "--yes", "--where", "id in ['test:1', 'test:4']") == 3
+    cache = open_cache(url)
+    assert [cache.plan.samples[i].id for i in cache.samples] == [
+        f"test:{i}" for i in (0, 2, 3, 4, 5)
+    ]
+    np.testing.assert_array_equal(cache["test:0"].features, corpus.features[0])
 
 
 def test_store_without_samples(small_store, tmp_path, capsys):
