@@ -235,9 +235,15 @@ class _Evaluator:
                 for _ in prompt.turns:
                     ids = self._render(prompt, texts)
                     answer = self._answer(decoder, ids)
-                    texts.append(self._tokenizer.decode(answer.tokens, skip_special_tokens=True))
+                    texts.append(self._text(answer.tokens))
                     self._show(line, total)
         return self._result
+
+    def _text(self, tokens: list[int]) -> str:
+        """Return an answer as the next turn's prompt has it."""
+        ended = tokens[-1] in self._stop
+        # Marks of reasoning and calls are special tokens of some targets, and their words.
+        return self._tokenizer.decode(tokens[: len(tokens) - ended], skip_special_tokens=False)
 
     def _render(self, prompt: Prompt, answers: list[str]) -> list[int]:
         ids = render_prompt(self._tokenizer, prompt.messages(answers), self._chat)
