@@ -132,6 +132,28 @@ class ScriptedDrafter(Drafter):
         return torch.cat([hidden[:first_slot], hidden])
 
 
+def test_scales_of_the_target_reach_the_drafter(target: Target) -> None:
+    scales = {"output_multiplier": 0.5, "final_logit_softcapping": 3.0}
+    hidden, head = torch.randn(3, HIDDEN, dtype=torch.float64), torch.randn(VOCAB, HIDDEN)
+    logits = decode_module.head_logits(drafter_config(**scales), hidden, head)
+    exact = 3.0 * torch.tanh(0.5 * hidden @ head.double().T / 3.0)
+    torch.testing.assert_close(logits, exact)
+
+    drafter = ScriptedDrafter(target, PROMPT, SCRIPT, input_embedding_scale=4.0)
+    seen = []
+    propose = drafter.draft
+
+    def watched(cache, features, embeddings, start):
+        seen.append(embeddings)
+        return propose(cache, features, embeddings, start)
+
+    drafter.draft = watched
+    with SpeculativeDecoder(target, drafter) as decoder:
+        first = decoder.decode(PROMPT, max_new_tokens=2).tokens[0]
+    ids = torch.tensor([first] + (BLOCK - 1) * [VOCAB - 1])
+    torch.testing.assert_close(seen[0], 4.0 * target.embed_weight()[ids].detach())
+
+
 @pytest.mark.parametrize("kind", TARGETS)
 def test_speculative_is_lossless(kind: str, tmp_path: Path) -> None:
     target = make_target(tmp_path, kind)

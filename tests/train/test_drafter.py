@@ -20,6 +20,8 @@ KINDS = {
     "sliding-causal": {**SLIDING, "layer_causal": (True, False)},
     "all-sliding": {"layer_types": ("sliding_attention",) * 2, "sliding_window": 6},
     "anchor-first": {"sample_from_anchor": True},
+    # Other than the defaults of the functions that take them.
+    "theta and epsilon": {"rope_theta": 700.0, "rms_norm_eps": 0.03},
 }
 
 
