@@ -372,6 +372,17 @@ def test_accept_sampled(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> N
     assert (variation < MAX_VARIATION) == (fault is None), variation
 
 
+def test_accepted_is_the_mass_that_both_have() -> None:
+    generator = torch.Generator().manual_seed(2)
+    p, q = torch.tensor([[0.5, 0.3, 0.2], [1.0, 0.0, 0.0]]), torch.tensor([[0.2, 0.3, 0.5]])
+    accepted = 0
+    for _ in range(2000):
+        drafted = torch.multinomial(q[0], 1, generator=generator)
+        accepted += accept_sampled(drafted, q, p, generator=generator)[0]
+    # 0.2 + 0.3 + 0.2; a standard deviation is 0.01.
+    assert accepted / 2000 == pytest.approx(0.7, abs=0.04)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("is_faulty", [False, True], ids=["rejection_sampling", "greedy_bonus"])
 def test_sampled_distribution(
