@@ -1,10 +1,12 @@
 """What is checked before a store is written: the address, its identity, the room on the disk."""
 
+import errno
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from dflash_offline.common import records
-from dflash_offline.common.blobs import Blobs, is_temporary
+from dflash_offline.common.blobs import Blobs, LocalBlobs, is_temporary
 from dflash_offline.common.errors import BadInput, DamagedStore
 from dflash_offline.common.identity import (
     APPEND,
@@ -125,6 +127,26 @@ def refuse_strangers(blobs: Blobs, name: str) -> None:
 
 def _is_beside_a_store(key: str) -> bool:
     return key.startswith(f"{LOGS}/") or is_owner_key(key) or is_temporary(key)
+
+
+def refuse_unwritable(blobs: Blobs) -> None:
+    """Refuse a folder of others before anything is done for it.
+
+    Raises:
+        BadInput: this user may not write there.
+        OSError: nobody may: the file system is read-only.
+    """
+    if not isinstance(blobs, LocalBlobs):
+        return
+    folder = next(path for path in (blobs.root, *blobs.root.parents) if path.exists())
+    if os.statvfs(folder).f_flag & os.ST_RDONLY:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(folder))
+    own = os.access in os.supports_effective_ids
+    if not os.access(folder, os.W_OK | os.X_OK, effective_ids=own):
+        raise BadInput(
+            f"--out {blobs.url} cannot be written, since {folder} belongs to others; give a folder "
+            "that you may write, or have this one opened"
+        )
 
 
 def refuse_small_disk(blobs: Blobs, states: int, files: Mapping[str, bytes | Path]) -> None:

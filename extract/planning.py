@@ -23,7 +23,7 @@ from dflash_offline.common.launch import count_workers
 from dflash_offline.common.layer_ids import resolve_layers
 from dflash_offline.common.local_copy import cache_folder
 from dflash_offline.common.store import MANIFEST_KEY, Plan, Schema, exists
-from dflash_offline.common.store_checks import refuse_early
+from dflash_offline.common.store_checks import refuse_early, refuse_unwritable
 from dflash_offline.common.target import load_config, load_tokenizer
 from dflash_offline.extract.config import ExtractConfig
 from dflash_offline.extract.corpus import CorpusReader
@@ -191,6 +191,7 @@ def plan_extraction(config: ExtractConfig, device: torch.device, free: FreeMemor
     prepared = prepare(config, device, free)
     reader, schema = prepared.reader, prepared.schema
     blobs = blobs_at(config.out, config.storage_option)
+    refuse_unwritable(blobs)
     known = _known_identity(config, prepared, blobs)
     refuse_early(blobs, known, append=config.append)
     states, facts = list(map(data_state, config.data)), row_facts(reader)

@@ -64,7 +64,21 @@ def test_disk_that_fills_up(
     assert not [path for path in store.rglob("*") if path.name.startswith(".tmp-")]
 
 
-def test_disk_that_may_only_be_read(make_target, write_corpus, run, small_disk, capsys):
+def test_folder_of_others(tiny_target, write_corpus, run, tmp_path, capsys, monkeypatch):
+    """Found out before the corpus is read."""
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    args = ("--target", tiny_target, "--data", write_corpus(5), "--out", folder / "store")
+    monkeypatch.setattr("dflash_offline.extract.corpus.read_rows", None)
+    # Tests may run as the administrator, who may write everywhere.
+    monkeypatch.setattr(os, "access", lambda path, *_, **__: path != folder)
+    assert run(extract_command, *args) == 2
+    assert f"since {folder} belongs to others" in only_error(capsys)
+
+
+def test_disk_that_may_only_be_read(
+    make_target, write_corpus, run, small_disk, capsys, monkeypatch
+):
     """A finished store opens and is verified there; a run that has to write ends in one line."""
     disk = small_disk(DISK_MIB)
     args = ("--target", make_target("qwen3"), "--data", write_corpus(5), *SMALL)
@@ -75,6 +89,8 @@ def test_disk_that_may_only_be_read(make_target, write_corpus, run, small_disk, 
     assert len(cache.read_many(cache.samples)) == len(cache.samples)
     for command in (("verify", "--deep"), ("info",), ("preview",)):
         assert run(cache_command, *command, disk / "store") == 0
+    # Found out before the target is loaded.
+    monkeypatch.setattr("dflash_offline.extract.run.load_target", None)
     for store in ("begun", "new"):
         capsys.readouterr()
         assert run(extract_command, *args, "--out", disk / store) == 3
