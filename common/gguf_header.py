@@ -5,6 +5,7 @@ So does the table of tensor names, which transformers has gguf make anew for eve
 """
 
 import functools
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +33,10 @@ def _reader_of(path: str) -> GGUFReader:
 
 @functools.lru_cache(maxsize=1)
 def _parsed(path: str, _size: int, _changed: int) -> GGUFReader:
-    return GGUFReader(path)
+    try:
+        return GGUFReader(path)
+    except struct.error as problem:
+        raise ValueError("the file ends inside its header; download it again") from problem
 
 
 _tensor_names = functools.lru_cache(maxsize=4)(get_tensor_name_map)

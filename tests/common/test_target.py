@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import struct
 from pathlib import Path
 
 import gguf
@@ -291,7 +292,9 @@ def test_missing_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "notes.txt").write_text("no model")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken/config.json").write_text('{"model_type": "no-such-family"}')
-    for given in ("missing", "missing.gguf", "empty", "notes.txt", "broken"):
+    # A download that was cut: magic number, version, and half a count of tensors.
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF" + struct.pack("<II", 3, 272))
+    for given in ("missing", "missing.gguf", "empty", "notes.txt", "broken", "cut.gguf"):
         with pytest.raises(BadInput, match=f"--target .*{given}"):
             load(tmp_path / given)
     with pytest.raises(BadInput, match="--target no-one/no-model .*cannot be reached"):
