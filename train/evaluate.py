@@ -9,7 +9,7 @@ vocabulary, H hidden size.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -120,7 +120,7 @@ def evaluate_cache(
         supervise: which tokens count, a rule of `common.store.supervised`.
         samples: indices into the plan; the held-out samples when None.
         max_anchors: most anchors of one sample, chosen evenly at random; all when None.
-        rows_per_pass: most block rows of one forward, unless one sample has more.
+        rows_per_pass: most block rows of one forward, or one block.
         dtype: compute dtype; that of the drafter's parameters when None.
 
     Raises:
@@ -148,7 +148,7 @@ def evaluate_cache(
 
 @dataclass(frozen=True, kw_only=True)
 class AnchoredSample:
-    """One sample with the anchors to evaluate, at least one."""
+    """One sample with the anchors to evaluate."""
 
     document: Document
     anchored: AnchoredDocument
@@ -171,7 +171,7 @@ def _passes(
     max_anchors: int | None,
     rows_per_pass: int,
 ) -> Iterator[list[AnchoredSample]]:
-    """Yield groups of samples whose blocks fill a forward; samples with no anchor are left out."""
+    """Yield groups of samples, or parts of them, whose blocks fill a forward."""
     # Neighbours in a pack share what is read.
     order = sorted(samples, key=lambda i: (cache.plan.samples[i].pack, cache.plan.samples[i].start))
     group: list[AnchoredSample] = []
@@ -179,17 +179,24 @@ def _passes(
     for first in range(0, len(order), _SAMPLES_PER_READ):
         chunk = order[first : first + _SAMPLES_PER_READ]
         for document in cache.read_many(chunk, config.target_layer_ids):
-            part = _part(document, supervise, max_anchors)
-            added = len(part.anchored.anchors) * config.block_size
-            if added == 0:
-                continue
-            if group and rows + added > rows_per_pass:
-                yield group
-                group, rows = [], 0
-            group.append(part)
-            rows += added
+            whole = _part(document, supervise, max_anchors)
+            for part in _pieces(whole, max(1, rows_per_pass // config.block_size)):
+                added = len(part.anchored.anchors) * config.block_size
+                if group and rows + added > rows_per_pass:
+                    yield group
+                    group, rows = [], 0
+                group.append(part)
+                rows += added
     if group:
         yield group
+
+
+def _pieces(sample: AnchoredSample, most_anchors: int) -> Iterator[AnchoredSample]:
+    """Cut a sample by anchors; nothing comes of one without any."""
+    anchors = sample.anchored.anchors
+    for first in range(0, len(anchors), most_anchors):
+        part = replace(sample.anchored, anchors=anchors[first : first + most_anchors])
+        yield replace(sample, anchored=part)
 
 
 def _part(document: Document, supervise: str, max_anchors: int | None) -> AnchoredSample:

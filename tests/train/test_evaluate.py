@@ -107,10 +107,19 @@ def store(tmp_path: Path, corpus_maker):
     return open_cache(str(tmp_path / "store")), drafter, embed
 
 
-@pytest.mark.parametrize("rows_per_pass", [1, 300, 10**6])
-def test_evaluate_cache(store, rows_per_pass: int) -> None:
+@pytest.mark.parametrize("rows_per_pass", [1, 50, 300, 10**6])
+def test_evaluate_cache(store, monkeypatch, rows_per_pass: int) -> None:
     cache, drafter, embed = store
+    sizes = []
+    plain = BlockJudge.run
+
+    def run(self, parts):
+        sizes.append(sum(len(part.anchored.anchors) for part in parts) * BLOCK)
+        return plain(self, parts)
+
+    monkeypatch.setattr(BlockJudge, "run", run)
     result = evaluate_cache(drafter, cache, embed=embed, head=embed, rows_per_pass=rows_per_pass)
+    assert max(sizes) <= max(rows_per_pass, BLOCK)
     produced, accepted = [], []
     with torch.no_grad():
         for document in cache.read_many(cache.held_out_samples):
