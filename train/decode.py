@@ -167,7 +167,7 @@ class SpeculativeDecoder:
             stream: number of the random stream, so that prompts do not depend on each other.
         """
         stop = frozenset(stop_ids)
-        generator = torch.Generator(self._device).manual_seed(self._seed * 1_000_003 + stream)
+        generator = torch.Generator(self._device).manual_seed(_seed_of(self._seed, stream))
         clock = _Clock(self._target)
         sequence = TargetSequence(self._target)
         drafts = self._drafter.new_cache()
@@ -246,6 +246,11 @@ class SpeculativeDecoder:
             probabilities(logits, self._temperature),
             generator=generator,
         )
+
+
+def _seed_of(seed: int, stream: int) -> int:
+    # A generator takes 63 bits and no more.
+    return (seed * 1_000_003 + stream) % 2**63
 
 
 def head_logits(config: DrafterConfig, hidden: Tensor, head: Tensor) -> Tensor:

@@ -157,11 +157,13 @@ def _from_cache(config: EvalConfig) -> dict[str, Any]:
 
 
 def _gate(config: EvalConfig, acceptance_length: float) -> None:
-    if config.min_acceptance is not None and acceptance_length < config.min_acceptance:
-        raise FoundProblems(
-            f"acceptance length {acceptance_length:.3f} is below --min-acceptance "
-            f"{config.min_acceptance:g}"
-        )
+    if config.min_acceptance is None or acceptance_length >= config.min_acceptance:
+        return
+    # NaN where no answer went on after its first token.
+    raise FoundProblems(
+        f"acceptance length {shown(acceptance_length, 4)} is not at or above --min-acceptance "
+        f"{config.min_acceptance:g}"
+    )
 
 
 def _show_cache(evaluation: CacheEvaluation) -> None:

@@ -128,7 +128,9 @@ def test_num_prompts_and_bfloat16(case: list[str], tmp_path: Path) -> None:
 def test_sampling(case: list[str], tmp_path: Path) -> None:
     outs = [tmp_path / "a.json", tmp_path / "b.json"]
     for out in outs:
-        assert exit_code([*case, "--temperature", "0.9", "--seed", "3", "--out", str(out)]) == 0
+        assert (
+            exit_code([*case, "--temperature", "0.9", "--seed", str(2**63), "--out", str(out)]) == 0
+        )
     first, second = (json.loads(out.read_text())["answers"] for out in outs)
     assert [a["produced"] for a in first] == [a["produced"] for a in second]
     assert "agreement" not in json.loads(outs[0].read_text())
@@ -138,8 +140,11 @@ def test_gate(case: list[str], tmp_path: Path, capsys: pytest.CaptureFixture) ->
     out = tmp_path / "report.json"
     assert exit_code([*case, "--min-acceptance", "1.0"]) == 0
     assert exit_code([*case, "--min-acceptance", "3.9", "--out", str(out)]) == 1
-    assert "below --min-acceptance 3.9" in capsys.readouterr().err
+    assert "not at or above --min-acceptance 3.9" in capsys.readouterr().err
     assert out.exists(), "the results are there for looking into"
+    # Answers of one token take no step after the prefill: nothing was measured.
+    assert exit_code([*case, "--max-new-tokens", "1", "--min-acceptance", "1.0"]) == 1
+    assert "acceptance length n/a" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
