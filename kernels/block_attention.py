@@ -333,7 +333,8 @@ def block_attention(
         )
     _check_supported(q, k_ctx, tables)
     call = Call(tables=tables, window=window or 0, causal=causal, scale=scale)
-    return _BlockAttention.apply(*map(_packed, (q, k_ctx, v_ctx, k_own, v_own)), call)
+    with torch.cuda.device_of(q):
+        return _BlockAttention.apply(*map(_packed, (q, k_ctx, v_ctx, k_own, v_own)), call)
 
 
 def _packed(x: Tensor) -> Tensor:

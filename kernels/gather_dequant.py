@@ -307,7 +307,8 @@ def gather_dequant(
     rows = None if rows is None else rows.contiguous()
     if norm_weight is not None and norm_weight.stride(-1) != 1:
         norm_weight = norm_weight.contiguous()
-    return _launch(states, rows, norm_weight, eps, dtype)
+    with torch.cuda.device_of(states.values):
+        return _launch(states, rows, norm_weight, eps, dtype)
 
 
 class _GatherLinear(torch.autograd.Function):

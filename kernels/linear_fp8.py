@@ -113,10 +113,11 @@ class Fp8Weight:
             self.by_input.copy_((weight.float() / self.input_scale).t())
             return
         outputs, inputs = weight.shape
-        _quantize_weight_kernel[(-(-outputs // TILE), -(-inputs // TILE))](
-            weight, self.by_output, self.by_input, self.output_scale, self.input_scale,
-            outputs, inputs, TILE=TILE, num_warps=4,
-        )  # fmt: skip
+        with torch.cuda.device_of(weight):
+            _quantize_weight_kernel[(-(-outputs // TILE), -(-inputs // TILE))](
+                weight, self.by_output, self.by_input, self.output_scale, self.input_scale,
+                outputs, inputs, TILE=TILE, num_warps=4,
+            )  # fmt: skip
 
 
 def quantize_rows(x: Tensor, *, implementation: str | None = None) -> Fp8Rows:
@@ -128,9 +129,10 @@ def quantize_rows(x: Tensor, *, implementation: str | None = None) -> Fp8Rows:
     values = torch.empty(rows, width, dtype=FP8, device=x.device)
     scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     if rows:
-        _quantize_rows_kernel[(rows,)](
-            x, values, scales, x.stride(0), width, BLOCK=BLOCK_COLUMNS, num_warps=4
-        )
+        with torch.cuda.device_of(x):
+            _quantize_rows_kernel[(rows,)](
+                x, values, scales, x.stride(0), width, BLOCK=BLOCK_COLUMNS, num_warps=4
+            )
     return Fp8Rows(values, scales)
 
 

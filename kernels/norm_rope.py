@@ -120,7 +120,8 @@ def rms_norm(
     if not use_triton(x, implementation):
         return reference.rms_norm(x, weight, eps)
     _check_norm(x, weight, MAX_WIDTH)
-    return _RmsNorm.apply(x, None, weight.contiguous(), eps)[0]
+    with torch.cuda.device_of(x):
+        return _RmsNorm.apply(x, None, weight.contiguous(), eps)[0]
 
 
 def add_rms_norm(
@@ -143,7 +144,8 @@ def add_rms_norm(
     _check_norm(x, weight, MAX_WIDTH)
     if residual.shape != x.shape:
         raise ValueError(f"residual is {tuple(residual.shape)}, must be as x: {tuple(x.shape)}")
-    return _RmsNorm.apply(x, residual, weight.contiguous(), eps)
+    with torch.cuda.device_of(x):
+        return _RmsNorm.apply(x, residual, weight.contiguous(), eps)
 
 
 def rotary_table(positions: Tensor, head_dim: int, theta: float = 10_000.0) -> Tensor:
@@ -224,7 +226,8 @@ def norm_rope(
     _check_norm(x, weight, 512)
     table = rotary_table(positions, x.shape[2], theta) if table is None else table
     _check_rotary(x, table)
-    return _NormRope.apply(x, weight.contiguous(), table.contiguous(), eps)
+    with torch.cuda.device_of(x):
+        return _NormRope.apply(x, weight.contiguous(), table.contiguous(), eps)
 
 
 def rope(
@@ -235,7 +238,8 @@ def rope(
         return reference.rope(x, positions, theta)
     table = rotary_table(positions, x.shape[2], theta)
     _check_rotary(x, table)
-    return _NormRope.apply(x, None, table, 0.0)
+    with torch.cuda.device_of(x):
+        return _NormRope.apply(x, None, table, 0.0)
 
 
 def _swiglu_tiles(gate: Tensor) -> tuple[tuple[int, int], dict]:
@@ -297,7 +301,8 @@ def swiglu(gate: Tensor, up: Tensor, *, implementation: str | None = None) -> Te
     if not use_triton(gate, implementation):
         return reference.swiglu(gate, up)
     _check_pair(gate, up)
-    return _Swiglu.apply(gate, up)
+    with torch.cuda.device_of(gate):
+        return _Swiglu.apply(gate, up)
 
 
 def swiglu_linear(
@@ -313,4 +318,5 @@ def swiglu_linear(
     if not use_triton(gate, implementation):
         return reference.swiglu_linear(gate, up, weight)
     _check_pair(gate, up)
-    return _SwigluLinear.apply(gate, up, weight)
+    with torch.cuda.device_of(gate):
+        return _SwigluLinear.apply(gate, up, weight)

@@ -118,6 +118,9 @@ def _device(config: EvalConfig) -> torch.device:
             f"--device {config.device} is not there: this machine has "
             f"{torch.cuda.device_count()} GPUs; use auto"
         )
+    if device.type == "cuda" and device.index is not None:
+        # Libraries of a target launch where they are told to, not where its weights lie.
+        torch.cuda.set_device(device)
     return device
 
 

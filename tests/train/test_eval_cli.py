@@ -14,9 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dflash_offline.common.chat import ChatOptions, chat_identity
 from dflash_offline.common.target import load_target, load_tokenizer
+from dflash_offline.train import eval_run
 from dflash_offline.train.drafter import Drafter
 from dflash_offline.train.drafter_config import DrafterConfig
 from dflash_offline.train.eval_cli import main
+from dflash_offline.train.eval_config import EvalConfig
 from dflash_offline.train.export import save_drafter
 from dflash_offline.train.provenance import drafter_identity, save_identity
 from dflash_offline.train.rollback import RollbackCache
@@ -354,3 +356,12 @@ def test_real_target(dtype: str, num_prompts: int, num_tokens: int, tmp_path: Pa
 def test_tiny_target_loads(tmp_path: Path) -> None:
     target = load_target(make_target(tmp_path), dtype=torch.float32, device="cpu", head=True)
     assert target.vocab_size == len(WORDS)
+
+
+@pytest.mark.parametrize(("name", "made_current"), [("cuda:1", [1]), ("cuda", []), ("cpu", [])])
+def test_the_device_asked_for_is_the_current_one(monkeypatch, name, made_current):
+    current = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.append(device.index))
+    assert eval_run._device(EvalConfig(device=name)) == torch.device(name)
+    assert current == made_current
