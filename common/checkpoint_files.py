@@ -68,10 +68,16 @@ def find_checkpoint(
     """Tell a GGUF file, a folder and a hub id apart, without reading weights.
 
     Raises:
-        BadInput: nothing there, at once also where the hub cannot be reached.
+        BadInput: nothing there, at once also where the hub cannot be reached; or a revision of what
+            lies here.
     """
     given = str(target)
     path = Path(given).expanduser()
+    if revision and path.exists():
+        raise BadInput(
+            f"--target-revision {revision} is for a hub id, and --target {given} is a file or "
+            "folder here; leave the revision out, or give the hub's id from another folder"
+        )
     if path.is_file() and path.suffix == ".gguf":
         return Checkpoint(given=given, where=str(path.parent), gguf_file=path.name)
     if path.is_dir():

@@ -13,6 +13,7 @@ import torch
 
 from dflash_offline.common.cache import open_cache
 from dflash_offline.common.chat import ChatOptions, render_prompt
+from dflash_offline.common.checkpoint_files import Checkpoint, find_checkpoint
 from dflash_offline.common.store import LossMask, supervised
 from dflash_offline.common.target import Target, load_target, load_tokenizer
 from dflash_offline.extract import local_answers
@@ -232,7 +233,7 @@ def test_signal_keeps_finished_batches(make_target, prompts, run, tmp_path, monk
         (("--chat-template-arg", "enable_thinking=false"), "chat_template_args is"),
         (("--seed", 3), "seed is 3 but"),
         (("--dtype", "bfloat16"), "dtype is 'bfloat16' but"),
-        (("--target-revision", "v2"), "target_revision is 'v2' but"),
+        (("--target-revision", "v2"), "--target-revision v2 is for a hub id"),
     ],
 )
 def test_other_settings_are_refused(make_target, prompts, run, tmp_path, capsys, change, words):
@@ -243,6 +244,20 @@ def test_other_settings_are_refused(make_target, prompts, run, tmp_path, capsys,
     assert run(generate_command, *args, "--max-new-tokens", 3, *change) == 2
     assert words in capsys.readouterr().err.splitlines()[-1]
     assert out.read_bytes() == before
+
+
+def test_another_revision_is_refused(make_target, prompts, run, tmp_path, capsys, monkeypatch):
+    """Of a hub id, for which a folder stands here."""
+
+    def found(target: str, _revision: str | None = None, **options: bool) -> Checkpoint:
+        return find_checkpoint(target, **options)
+
+    monkeypatch.setattr("dflash_offline.common.target.find_checkpoint", found)
+    args = ("--target", make_target("qwen3"), "--data", prompts, "--out", tmp_path / "a.jsonl")
+    args = (*args, "--max-new-tokens", 3)
+    assert run(generate_command, *args) == 0
+    assert run(generate_command, *args, "--target-revision", "v2") == 2
+    assert "target_revision is 'v2' but" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
