@@ -12,7 +12,7 @@ from typing import Any
 
 from dflash_offline.common.cache import Cache
 from dflash_offline.common.errors import BadInput
-from dflash_offline.train.drafter_config import DrafterConfig
+from dflash_offline.train.drafter_config import DrafterConfig, check_kinds
 from dflash_offline.train.target_head import TargetHead, text_config
 
 DEFAULT_LAYERS = 5
@@ -221,6 +221,7 @@ def read_draft_config(path: Path | None) -> dict[str, Any]:
         raise BadInput(f"--draft-config {path} holds no JSON object; give a part of a config.json")
     if not isinstance(given.get("dflash_config") or {}, dict):
         raise BadInput(f"--draft-config {path}: dflash_config is no JSON object; make it one")
+    check_kinds(given)
     return given
 
 

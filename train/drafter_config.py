@@ -19,6 +19,15 @@ _SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "vocab_size", "block_size",
 )  # fmt: skip
+# What values of a config.json are, where they are given; sizes are looked at when all is known.
+_NUMBERS = {
+    "rope_theta", "rms_norm_eps", "initializer_range", "output_multiplier",
+    "final_logit_softcapping", "input_embedding_scale",
+}  # fmt: skip
+_COUNTS = {"mask_token_id", "num_target_layers", "sliding_window", "max_position_embeddings"}
+_SWITCHES = {"is_causal", "causal", "sample_from_anchor", "use_sliding_window", "attention_bias"}
+_OBJECTS = {"dflash_config", "rope_parameters", "rope_scaling"}
+_LISTS = {"target_layer_ids": int, "layer_types": str, "architectures": str}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +149,7 @@ class DrafterConfig:
         Raises:
             BadInput: a key is missing, or the file describes another kind of drafter.
         """
+        check_kinds(config)
         _refuse_other_kinds(config)
         special = config.get("dflash_config") or {}
         count = _wanted(config, "num_hidden_layers")
@@ -173,12 +183,49 @@ class DrafterConfig:
         )
 
 
+def check_kinds(config: Mapping[str, Any]) -> None:
+    """Refuse values of a `config.json`, or a part of one, that are of another kind than its keys.
+
+    Raises:
+        BadInput: names the key and the value.
+    """
+    if not isinstance(config, Mapping):
+        raise BadInput("config.json of the drafter holds no JSON object; is it a DFlash drafter?")
+    for key, value in config.items():
+        if value is None:
+            continue
+        if key in _NUMBERS:
+            # Zero is another spelling of none.
+            is_right = type(value) in (int, float) and 0 <= value < float("inf")
+            wanted = "a number above 0"
+        elif key in _COUNTS:
+            is_right, wanted = type(value) is int and value >= 0, "a whole number"
+        elif key in _SWITCHES:
+            is_right, wanted = type(value) is bool, "true or false"
+        elif key in _OBJECTS:
+            is_right, wanted = isinstance(value, Mapping), "an object"
+        elif kind := _LISTS.get(key):
+            is_right = isinstance(value, list) and all(type(each) is kind for each in value)
+            wanted = f"a list of {'whole numbers' if kind is int else 'names'}"
+        else:
+            continue
+        if not is_right:
+            raise BadInput(f"{key} of the drafter: {value!r} given; {wanted} is needed")
+        if key in _OBJECTS:
+            check_kinds(value)
+
+
 def _check(config: DrafterConfig) -> None:
     for name in _SIZES:
         size = vars(config)[name]
         if type(size) is not int or size < 1:
             raise BadInput(
                 f"{name} of the drafter: {size!r} given; a whole number above 0 is needed"
+            )
+    for name in ("rope_theta", "rms_norm_eps"):
+        if not vars(config)[name] > 0:
+            raise BadInput(
+                f"{name} of the drafter: {vars(config)[name]} given; a number above 0 is needed"
             )
     if config.head_dim % 2:
         raise BadInput(

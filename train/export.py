@@ -70,7 +70,7 @@ def load_drafter_config(folder: Path) -> DrafterConfig:
         raise BadInput(
             f"drafter {folder}: no {CONFIG_NAME} there; give the folder of an exported drafter"
         ) from problem
-    except json.JSONDecodeError as problem:
+    except (UnicodeDecodeError, json.JSONDecodeError) as problem:
         raise BadInput(f"drafter {folder}: {CONFIG_NAME} is not JSON ({problem})") from problem
 
 
