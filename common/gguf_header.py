@@ -17,13 +17,20 @@ from gguf import GGUFReader, get_tensor_name_map
 
 @contextmanager
 def gguf_header_parsed_once() -> Iterator[None]:
-    """Let what transformers loads inside share one parsed header for each file."""
+    """Let what transformers loads inside share one parsed header for each file.
+
+    Raises:
+        ValueError: a file ends inside its header; transformers lets the error of `struct` through.
+    """
     # transformers imports these names at every call, and takes no reader that is there already.
     with (
         patch.object(gguf, "GGUFReader", _reader_of),
         patch.object(gguf, "get_tensor_name_map", _tensor_names),
     ):
-        yield
+        try:
+            yield
+        except struct.error as problem:
+            raise ValueError("the file ends inside its header; download it again") from problem
 
 
 def _reader_of(path: str) -> GGUFReader:
@@ -33,10 +40,7 @@ def _reader_of(path: str) -> GGUFReader:
 
 @functools.lru_cache(maxsize=1)
 def _parsed(path: str, _size: int, _changed: int) -> GGUFReader:
-    try:
-        return GGUFReader(path)
-    except struct.error as problem:
-        raise ValueError("the file ends inside its header; download it again") from problem
+    return GGUFReader(path)
 
 
 _tensor_names = functools.lru_cache(maxsize=4)(get_tensor_name_map)
