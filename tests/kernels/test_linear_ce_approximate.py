@@ -5,11 +5,13 @@ import torch
 
 from dflash_offline.kernels import frozen_head, head_rows, linear_ce_skip
 from dflash_offline.kernels import linear_ce_fp8 as linear_ce_fp8_module
+from dflash_offline.kernels.head_rows import empty_results, row_options
+from dflash_offline.kernels.linear_ce import ApartLabel, triton_chunk
 from dflash_offline.kernels.linear_ce_fp8 import linear_ce_fp8, quantize_head
 from dflash_offline.kernels.linear_ce_skip import ProductLaunch, order_head
 from dflash_offline.kernels.logit_chunks import release_buffers
 from dflash_offline.kernels.optional_triton import HAS_TRITON
-from dflash_offline.kernels.reference_loss import head_logits
+from dflash_offline.kernels.reference_loss import LinearCE, head_logits
 from dflash_offline.kernels.reference_loss import linear_ce as reference_ce
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -94,6 +96,48 @@ def test_linear_ce_skip(implementation, dtype, tolerance, max_tile_mass, options
         assert report.error_bound.max() > 0
     if max_tile_mass == 1e-30:
         assert error.max() < 5 * slack.max()
+
+
+@pytest.mark.parametrize(("implementation", "dtype", "tolerance"), WAYS)
+def test_report_of_what_is_skipped(implementation, dtype, tolerance):
+    x, weight, labels = problem(20, 64, 321, dtype=dtype)
+    head = order_head(weight, torch.softmax(head_logits(x, weight), dim=1).mean(dim=0))
+    _, report = linear_ce_skip.linear_ce_skip(
+        x.clone().requires_grad_(),
+        head,
+        labels,
+        max_tile_mass=0.15,
+        implementation=implementation,
+    )
+    p = torch.softmax(head_logits(x.double(), head.weight[:321].double()), dim=1)
+    p.scatter_(1, head.column_of[labels][:, None], 0)
+    mass = torch.nn.functional.pad(p, (0, 63)).view(20, 6, 64).sum(dim=2)
+    is_kept = torch.stack([rows.amax(dim=0) > 0.15 for rows in mass.split(16)])
+    skipped = mass.masked_fill(is_kept.repeat_interleave(16, 0)[:20], 0)
+    torch.testing.assert_close(
+        report.kept_frac.double(), is_kept.double().mean(), rtol=1e-6, atol=0
+    )
+    bound = (skipped * head.tile_radius).sum(dim=1)
+    torch.testing.assert_close(report.error_bound.double(), bound, rtol=1e-4, atol=tolerance)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs triton; install it")
+def test_lists_that_take_several_steps():
+    # 66 tiles, of which a step looks at 64; those that are kept lie on both sides.
+    x, weight, labels = problem(3, 16, 4200, dtype=torch.float32)
+    head = order_head(weight, torch.ones(4200))
+    runs = []
+    for implementation in ("triton", "reference"):
+        rows = x.clone().requires_grad_()
+        result, report = linear_ce_skip.linear_ce_skip(
+            rows, head, labels, max_tile_mass=0.005, implementation=implementation
+        )
+        runs.append((*report, *torch.autograd.grad(result.nll.sum(), rows)))
+    p = torch.softmax(head_logits(x, weight), dim=1).scatter(1, labels[:, None], 0)
+    mass = torch.nn.functional.pad(p, (0, 24)).view(3, 66, 64).sum(dim=2).amax(dim=0)
+    assert bool((mass[64:] > 0.005).any())
+    assert 0 < runs[0][1] < 1
+    torch.testing.assert_close(*runs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("chunk_rows", [100, 200])
@@ -185,6 +229,33 @@ def test_linear_ce_fp8(quantize_gradient):
     assert (grad[good].double() - exact).norm() < 0.05 * exact.norm()
 
 
+@pytest.mark.skipif(not HAS_TRITON, reason="needs triton; install it")
+@pytest.mark.parametrize(
+    "options", [{}, {"logit_scale": 0.5}, {"logit_scale": 2.0, "softcap": 4.0}], ids=str
+)
+def test_a_gradient_apart_is_the_gradient(options):
+    """Rows over their scales and the label's entry are together what the row pass leaves."""
+    x, weight, labels = problem(3, 32, 129, dtype=torch.float32)
+    given = {"logit_scale": 1.0, "softcap": None} | options
+    options = row_options(x.clone().requires_grad_(), **given)
+    room = torch.full((4, 3, 192), float("nan"), device=DEVICE)
+    logits, again, scaled = room[:3, :, :129]
+    label_grad, row_scale = room[3, 0, :3], room[3, 1, :3]
+    logits.copy_(x @ weight.T)
+    again.copy_(logits)
+    triton_chunk(x, weight, labels, logits, empty_results(LinearCE, x), options)
+    apart = ApartLabel(label_grad, scaled=scaled, row_scale=row_scale)
+    triton_chunk(x, weight, labels, again, empty_results(LinearCE, x), options, apart)
+    largest = scaled.amax(dim=1)
+    assert bool((largest <= 448 * 1.0001).all())
+    if given["softcap"] is None:
+        torch.testing.assert_close(largest, torch.full_like(largest, 448))
+    together = scaled * row_scale[:, None]
+    assert bool((together.gather(1, labels[:, None]) == 0).all())
+    together.scatter_(1, labels[:, None], label_grad[:, None])
+    torch.testing.assert_close(together, logits, rtol=1e-5, atol=1e-8)
+
+
 def test_the_head_is_quantised_by_parts(monkeypatch):
     _, weight, _ = problem(1, 64, 1001, dtype=torch.float32)
     whole = quantize_head(weight)
@@ -235,12 +306,12 @@ class TestOnGpu:
         assert all(torch.equal(grads[0], grad) for grad in grads)
 
     @pytest.mark.parametrize("quantize_gradient", [False, True])
-    @pytest.mark.parametrize("softcap", [None, 20.0])
-    def test_linear_ce_fp8(self, quantize_gradient, softcap):
+    @pytest.mark.parametrize("options", [{}, {"softcap": 20.0, "logit_scale": 0.5}], ids=str)
+    def test_linear_ce_fp8(self, quantize_gradient, options):
         x, weight, labels = problem(700, 1024, 32_001, dtype=torch.bfloat16, scale=1.0)
-        _, exact = exact_run(x, weight, labels, softcap=softcap)
+        _, exact = exact_run(x, weight, labels, **options)
         rows = x.clone().requires_grad_()
         head = quantize_head(weight, quantize_gradient=quantize_gradient)
-        result = linear_ce_fp8(rows, head, labels, softcap=softcap, chunk_rows=256)
+        result = linear_ce_fp8(rows, head, labels, chunk_rows=256, **options)
         (grad,) = torch.autograd.grad(result.nll.sum(), rows)
         assert (grad.double() - exact).norm() < 0.05 * exact.norm()
