@@ -192,12 +192,15 @@ def check_memory(
     if free is not None and needed > free:
         most = batch_tokens - math.ceil((needed - free) / (1 + _SPARE_FRAC) / model.per_token)
         most = most // 1024 * 1024
-        remedy = (
-            f"lower --batch-tokens to {most}"
-            if most > 0
-            else "the weights and one sample do not fit, so use a GPU with more memory or a "
-            "smaller target"
-        )
+        if most > 0:
+            remedy = f"lower --batch-tokens to {most}"
+        elif needed - _with_spare({"packs": parts.get("packs", 0)}) <= free:
+            remedy = "lower --pack-tokens, because most of it is for packs"
+        else:
+            remedy = (
+                "the weights and one sample do not fit, so use a GPU with more memory or a "
+                "smaller target"
+            )
         raise BadInput(
             f"--batch-tokens {batch_tokens} needs {needed / _GB:.1f} GB of the memory of "
             f"{where}, of which {free / _GB:.1f} GB are free ({_listed(parts)}); {remedy}"

@@ -296,6 +296,16 @@ def test_small_host():
     check_memory(model(), batch_tokens=32768, device_free=FreeMemory(None), host_free=None)
 
 
+def test_packs_that_do_not_fit_where_there_is_no_gpu():
+    host = {"weights": 2 * GB, "packs": 50 * GB}
+    large = MemoryModel(device={}, host=host, per_token=1000)
+    nowhere = FreeMemory(None)
+    with pytest.raises(BadInput, match="lower --pack-tokens"):
+        check_memory(large, batch_tokens=32768, device_free=nowhere, host_free=4 * GB)
+    with pytest.raises(BadInput, match="use a GPU with more memory"):
+        check_memory(large, batch_tokens=32768, device_free=nowhere, host_free=GB)
+
+
 def test_free_memory_of_this_machine():
     free = free_host_bytes()
     assert free is None or 1 << 20 < free < 1 << 50
