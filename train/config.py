@@ -9,6 +9,9 @@ from dflash_offline.common.options import option
 from dflash_offline.train.schedule import SCHEDULES
 
 _POSITIVE = click.IntRange(min=1)
+# Ends far above what makes sense, so that infinity lies outside.
+_ABOVE_ZERO = click.FloatRange(0, 1e6, min_open=True)
+_NOT_BELOW_ZERO = click.FloatRange(0, 1e6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +28,7 @@ class TrainConfig:
     weight: tuple[float, ...] = option(
         help="Rounds over the store of the same place that an epoch takes; 1 each by default.",
         multiple=True,
-        type=click.FloatRange(min=0, min_open=True),
+        type=_ABOVE_ZERO,
     )
     where: str | None = option(
         None,
@@ -121,7 +124,7 @@ class TrainConfig:
     noise: float = option(
         0.0,
         help="Largest size of the uniform noise added to the target's states, in their own unit.",
-        type=click.FloatRange(min=0),
+        type=_NOT_BELOW_ZERO,
     )
     samples_per_step: int = option(
         32, help="Samples of an optimiser step, over all processes.", type=_POSITIVE, group="Steps"
@@ -129,7 +132,7 @@ class TrainConfig:
     num_epochs: float | None = option(
         None,
         help="Epochs to train, where --num-steps is not given.  [default: 6]",
-        type=click.FloatRange(min=0, min_open=True),
+        type=_ABOVE_ZERO,
     )
     num_steps: int | None = option(None, help="Optimiser steps to train.", type=_POSITIVE)
     max_minutes: float | None = option(
@@ -151,7 +154,7 @@ class TrainConfig:
     lr: float = option(
         6e-4,
         help="Peak learning rate.",
-        type=click.FloatRange(min=0, min_open=True),
+        type=_ABOVE_ZERO,
         names=("--lr", "--learning-rate"),
     )
     lr_schedule: str = option(
@@ -166,7 +169,7 @@ class TrainConfig:
         names=("--warmup", "--warmup-ratio"),
     )
     weight_decay: float = option(
-        0.0, help="Decoupled weight decay of matrices.", type=click.FloatRange(min=0)
+        0.0, help="Decoupled weight decay of matrices.", type=_NOT_BELOW_ZERO
     )
     clip: float = option(
         1.0,

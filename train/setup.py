@@ -370,7 +370,8 @@ def _length(
     epochs = config.num_epochs if config.num_epochs is not None else _DEFAULT_EPOCHS
     whole = math.floor(epochs)
     samples = sum(order.epoch_length(epoch) for epoch in range(whole))
-    samples += math.ceil((epochs - whole) * order.epoch_length(whole))
+    # 3.2 - 3 is a little more than 0.2.
+    samples += math.ceil(round((epochs - whole) * order.epoch_length(whole), 6))
     if samples == 0:
         raise BadInput(f"--num-epochs {epochs} is less than one sample; raise it")
     return state.step + math.ceil((samples - done) / size), samples

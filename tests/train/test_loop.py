@@ -210,6 +210,9 @@ def test_epochs_and_the_last_short_step(config, small_store, tmp_path):
     state = json.loads((checkpoints(out)[-1] / "state.json").read_text())
     assert state["stream"] == {"epoch": 1, "position": 3}
     assert state["is_finished"] is True
+    # A fifth of an epoch is one sample, whatever 3.2 is in binary.
+    fifth = config(small_store[0], tmp_path / "fifth", num_steps=None, num_epochs=3.2)
+    assert prepare(fifth, World()).total_samples == 3 * 5 + 1
     # More epochs are whole ones, too: 2 samples of the second, then 5.
     train(config(small_store[0], out, num_steps=None, num_epochs=3, resume=True))
     state = json.loads((checkpoints(out)[-1] / "state.json").read_text())

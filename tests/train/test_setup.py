@@ -47,6 +47,9 @@ REFUSED = {
     "loss": (["--loss", "decay,mse"], "mse is no part of a loss"),
     "where": (["--where", "length > 5000"], "--where"),
     "no-cuda": (["--device", "cuda"], "no CUDA device"),
+    "epochs": (["--num-epochs", "inf"], "--num-epochs"),
+    "weight": (["--weight", "inf"], "--weight"),
+    "rate": (["--lr", "inf"], "--lr"),
     "init": (["--init-from", "{tmp}/nothing"], "no config.json"),
 }
 
