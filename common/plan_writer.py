@@ -101,19 +101,18 @@ def append_plan(blobs: Blobs, new: NewPlan) -> None:
     for key in (*leftovers, *blobs.list(f"{PLAN}/{number}")):
         if exists(blobs, key):
             blobs.delete(key)
-    digests = {}
-    # The only objects ever replaced: the first axis of each array counts the planned packs.
-    for name in schema.arrays:
-        key, content = f"{name}/{GROUP_KEY}", records.pretty_json(schema.array_json(name, total))
-        blobs.replace(key, content, expected=blobs.read(key))
-        digests[key] = records.sha256(content)
+    # The first axis of each array counts the planned packs.
+    grown = {
+        f"{name}/{GROUP_KEY}": records.pretty_json(schema.array_json(name, total))
+        for name in schema.arrays
+    }
     moved = replace(
         new.plan,
         samples=[replace(s, pack=s.pack + first_pack) for s in new.plan.samples],
         batches=[[[i + first_sample for i in b] for b in unit] for unit in new.plan.batches],
     )
     moved_plan = replace(new, plan=moved)
-    _write_plan(blobs, schema, moved_plan, number=number, first_pack=first_pack, digests=digests)
+    _write_plan(blobs, schema, moved_plan, number=number, first_pack=first_pack, grown=grown)
 
 
 def restore_metadata(blobs: Blobs, schema: Schema, num_packs: int) -> None:
@@ -143,9 +142,16 @@ def _write_plan(
     *,
     number: int,
     first_pack: int,
-    digests: dict[str, str],
+    digests: Mapping[str, str] | None = None,
+    grown: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write token shards, plan files and the manifest that closes them."""
+    """Write token shards, plan files and the manifest that closes them.
+
+    Args:
+        digests: of what was written before.
+        grown: new content of what is there.
+    """
+    digests = dict(digests or {})
     plan = new.plan
     members: list[list[int]] = [[] for _ in range(plan.num_packs)]
     for index, sample in enumerate(plan.samples):
@@ -167,6 +173,10 @@ def _write_plan(
     for name, content in records.plan_files(plan, token_files, new.identity.plan).items():
         key = f"{PLAN}/{number}/{name}"
         digests[key] = records.copy_in(blobs, key, content)
+    # The only objects that are ever replaced; last, for until the manifest they are not as stated.
+    for key, content in (grown or {}).items():
+        blobs.replace(key, content, expected=blobs.read(key))
+        digests[key] = records.sha256(content)
     blobs.create(manifest_key(number), [records.manifest(digests)])
 
 

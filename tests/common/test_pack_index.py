@@ -8,6 +8,7 @@ import click
 import numpy as np
 import pytest
 
+from dflash_offline.common import records
 from dflash_offline.common.blobs import LocalBlobs
 from dflash_offline.common.cache import open_cache
 from dflash_offline.common.cache_cli import RepairConfig
@@ -117,7 +118,12 @@ def test_append_killed_in_the_middle_leaves_a_sound_store(tmp_path, corpus_maker
     with first.open(tmp_path / "s") as store:
         first.commit(store)
     with monkeypatch.context() as killed:
-        killed.setattr("dflash_offline.common.plan_writer._write_plan", lambda *_, **__: 1 / 0)
+        killed.setattr(records, "plan_files", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            second.open(tmp_path / "s", append=True)
+    assert find_problems(open_cache(str(tmp_path / "s")), deep=True) == []
+    with monkeypatch.context() as killed:
+        killed.setattr(records, "manifest", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             second.open(tmp_path / "s", append=True)
     assert len(find_problems(open_cache(str(tmp_path / "s")), deep=False)) == 3, "of zarr.json"
