@@ -194,7 +194,7 @@ class Lease:
             raise _taken(self._blobs.url, self._owner(newest)["description"])
         self._generation, self.claim = generation, str(generation)
         self._blobs.replace(_beat_key(generation), b"beat")
-        self._last_beat = time.monotonic()
+        self._last_beat = _now_s()
         self._drop_older(generation)
         self._thread = threading.Thread(target=self._keep_alive, daemon=True, name="store-lease")
         self._thread.start()
@@ -202,11 +202,11 @@ class Lease:
     def check(self) -> None:
         if self._generation is None:
             raise _given_back(self._blobs.url)
-        if self._lost_to is None and time.monotonic() - self._last_beat > 2 * self._beat_s:
+        if self._lost_to is None and _now_s() - self._last_beat > 2 * self._beat_s:
             self._beat()
         if self._lost_to is not None:
             raise _taken_over(self._blobs.url, self._lost_to)
-        if time.monotonic() - self._last_beat > _TRUST_S:
+        if _now_s() - self._last_beat > _TRUST_S:
             raise Stopped(
                 f"storage unreachable: {self._blobs.url} took no sign of life for {_TRUST_S:.0f} s;"
                 " what is committed is safe, run the same command again"
@@ -250,7 +250,7 @@ class Lease:
             return
         if newest is not None:  # else it went with its store
             self._blobs.replace(_beat_key(self._generation), b"beat")
-            self._last_beat = time.monotonic()
+            self._last_beat = _now_s()
 
     def _highest(self) -> int | None:
         names = [key.rpartition("/")[2] for key in self._blobs.list(OWNER)]
@@ -286,6 +286,11 @@ class Lease:
             number = key.rpartition("/")[2].partition(".")[0]
             if number.isdecimal() and int(number) < generation:
                 self._blobs.delete(key)
+
+
+def _now_s() -> float:
+    """Return a time that goes on while the machine is suspended, unlike `time.monotonic`."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _record_key(generation: int) -> str:

@@ -128,6 +128,21 @@ def test_silent_owner_stops_writing(blobs, monkeypatch):
     owner.release()
 
 
+def test_machine_that_was_suspended_sees_the_newer_owner(blobs, monkeypatch):
+    owner = Lease(blobs, beat_s=1000)
+    owner.acquire("owner")
+    pretend_owner(blobs, boot="of another machine")
+    pretend_age(blobs, monkeypatch, lease.SILENCE_S + 1)
+    take_ownership(blobs).release()
+    # While it sleeps, only this one of the clocks that never jump goes on.
+    clock = time.clock_gettime
+    ahead = {time.CLOCK_BOOTTIME: 3600.0}
+    monkeypatch.setattr(time, "clock_gettime", lambda which: clock(which) + ahead.get(which, 0.0))
+    with pytest.raises(Stopped, match="taken over by another run"):
+        owner.check()
+    owner.release()
+
+
 def test_slow_contender_sees_the_newer_owner(blobs, monkeypatch):
     """A run that saw a dead owner, slept through a whole successor, and then creates its record."""
     for _ in range(2):
