@@ -34,7 +34,7 @@ if HAS_GLUON:
 
 __all__ = ["BlockTables", "block_attention", "build_tables", "table_sizes", "warm_up"]
 
-HEAD_DIMS = (64, 96, 128, 256)
+HEAD_DIMS, MAX_DIM_4_BYTES, MAX_RATIO = (64, 96, 128, 256), 128, 16
 LOG2_E = math.log2(math.e)
 MAX_ROWS = 128
 
@@ -360,7 +360,7 @@ def _check_shapes(q, k_ctx, v_ctx, k_own, v_own, tables: BlockTables, window) ->
         raise ValueError(
             f"q has {rows} rows, must have {tables.num_anchors} anchors x {tables.block_size} slots"
         )
-    if heads % kv_heads or not 1 <= heads // kv_heads <= 16:
+    if heads % kv_heads or not 1 <= heads // kv_heads <= MAX_RATIO:
         raise ValueError(f"{heads} query heads on {kv_heads}: must be 1 to 16 for each")
     if window is not None and window < 1:
         raise ValueError(f"window is {window}, must be at least 1, or None for no window")
@@ -375,7 +375,7 @@ def _check_supported(q: Tensor, k_ctx: Tensor, tables: BlockTables) -> None:
             f"q is {q.dtype} and k_ctx {k_ctx.dtype}; kernels need both in bfloat16, float16 or "
             f"float32; {remedy}"
         )
-    if q.dtype == torch.float32 and q.shape[-1] > 128:
+    if q.dtype == torch.float32 and q.shape[-1] > MAX_DIM_4_BYTES:
         raise ValueError(f"float32 kernels go to head dimension 128, not {q.shape[-1]}; {remedy}")
     if tables.lo.device != q.device:
         raise ValueError(f"tables are on {tables.lo.device}, q on {q.device}; use tables.to(...)")

@@ -10,8 +10,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dflash_offline.common.cache import Cache
 from dflash_offline.common.errors import BadInput
+from dflash_offline.kernels.block_attention import HEAD_DIMS, MAX_DIM_4_BYTES, MAX_RATIO
 from dflash_offline.train.drafter_config import DrafterConfig, check_kinds
 from dflash_offline.train.target_head import TargetHead, text_config
 
@@ -73,6 +76,31 @@ def with_wishes(config: DrafterConfig, wishes: ShapeWishes) -> DrafterConfig:
     if wishes.block_size is not None:
         changed["block_size"] = changed["dflash_config"]["block_size"] = wishes.block_size
     return DrafterConfig.from_json(changed)
+
+
+def check_kernels(config: DrafterConfig, dtype: torch.dtype) -> None:
+    """Refuse a drafter that attention on a GPU has no kernel for.
+
+    Raises:
+        BadInput: names the key of the drafter's config, what is allowed and the remedy.
+    """
+    size, ratio = config.head_dim, config.num_attention_heads // config.num_key_value_heads
+    allowed = [each for each in HEAD_DIMS if dtype != torch.float32 or each <= MAX_DIM_4_BYTES]
+    if size not in allowed:
+        numbers = ", ".join(map(str, allowed))
+        problem = f"head_dim of the drafter: {size} given; in {_name(dtype)} a GPU takes {numbers}"
+    elif ratio > MAX_RATIO:
+        problem = (
+            f"num_key_value_heads of the drafter: {config.num_key_value_heads} given for "
+            f"{config.num_attention_heads} query heads; a GPU takes at most {MAX_RATIO} for each"
+        )
+    else:
+        return
+    raise BadInput(f"{problem}; train a drafter of another shape (--draft-config), or use a CPU")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def head_for(head: TargetHead, config: DrafterConfig, *, has_teacher: bool) -> TargetHead:

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from dflash_offline.common.errors import BadInput
+from dflash_offline.train.draft_shape import check_kernels
 from dflash_offline.train.drafter import Drafter
 from dflash_offline.train.drafter_config import DrafterConfig
 
@@ -85,9 +86,12 @@ def load_drafter(
         device: where they go.
 
     Raises:
-        BadInput: no drafter there, or tensors missing, unknown or of another shape.
+        BadInput: no drafter there, tensors missing, unknown or of another shape, or a GPU has no
+            kernels for it.
     """
     drafter = Drafter(load_drafter_config(folder))
+    if torch.device(device).type == "cuda":
+        check_kernels(drafter.config, dtype)
     tensors = _read_tensors(Path(folder))
     wanted = drafter.state_dict()
     missing, unknown = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))

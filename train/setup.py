@@ -25,6 +25,7 @@ from dflash_offline.train.draft_shape import (
     ShapeWishes,
     check_fits,
     check_kept,
+    check_kernels,
     head_for,
     new_drafter_config,
     read_draft_config,
@@ -173,6 +174,8 @@ def prepare(config: TrainConfig, world: World) -> Setup:
     check_supervision(config, caches, wanted)
     head = load_target_head(caches[0])
     shape, mask_token = _shape(config, caches, head, checkpoint)
+    if device.type == "cuda":
+        check_kernels(shape, dtype)
     objective = _objective(config, shape, caches[0])
     head = head_for(head, shape, has_teacher=objective.makes_target_logits)
     if world.is_first:

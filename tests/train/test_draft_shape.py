@@ -8,7 +8,12 @@ from safetensors.torch import load, save
 
 from dflash_offline.common.cache import open_cache
 from dflash_offline.common.errors import BadInput
-from dflash_offline.train.draft_shape import ShapeWishes, new_drafter_config, read_draft_config
+from dflash_offline.train.draft_shape import (
+    ShapeWishes,
+    check_kernels,
+    new_drafter_config,
+    read_draft_config,
+)
 from dflash_offline.train.target_head import TargetHead, load_target_head
 
 
@@ -239,3 +244,17 @@ def test_a_head_of_its_own(small_store):
     untied = TargetHead(embed=torch.ones(3, 2), weight=torch.zeros(3, 2), embedding_scale=2.0)
     assert untied.to("cpu", torch.float64).weight.sum() == 0
     assert untied.embeddings(torch.tensor([1])).tolist() == [[2.0, 2.0]]
+
+
+@pytest.mark.parametrize(
+    ("file", "dtype", "message"),
+    [
+        ({"head_dim": 80}, torch.bfloat16, "head_dim of the drafter: 80 given; .* 64, 96, 128"),
+        ({"head_dim": 256}, torch.float32, "in float32 a GPU takes 64, 96, 128; train"),
+        ({"num_attention_heads": 32, "num_key_value_heads": 1}, torch.bfloat16, "at most 16"),
+    ],
+)
+def test_what_a_gpu_has_no_kernel_for(shape_for, file, dtype, message):
+    check_kernels(shape_for(file={"head_dim": 128, "num_attention_heads": 32}), dtype)
+    with pytest.raises(BadInput, match=message):
+        check_kernels(shape_for(file={"head_dim": 64} | file), dtype)
