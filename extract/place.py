@@ -43,19 +43,37 @@ def place_in(environment: MutableMapping[str, str]) -> Place | None:
     Slurm's variables are completed by those that torch.distributed reads.
 
     Raises:
-        BadInput: Slurm started several processes and nothing says where they meet.
+        BadInput: nothing says where several processes meet, or a variable is no number.
     """
-    if "RANK" not in environment and int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+    if "RANK" not in environment and _number(environment, "SLURM_STEP_NUM_TASKS", "1") > 1:
         _complete_slurm(environment)
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return None
-    return Place(
-        rank=int(environment["RANK"]),
-        size=int(environment["WORLD_SIZE"]),
-        local_rank=int(environment.get("LOCAL_RANK", "0")),
-        local_size=int(environment.get("LOCAL_WORLD_SIZE", "1")),
+    place = Place(
+        rank=_number(environment, "RANK"),
+        size=_number(environment, "WORLD_SIZE"),
+        local_rank=_number(environment, "LOCAL_RANK", "0"),
+        local_size=_number(environment, "LOCAL_WORLD_SIZE", "1"),
         launched=LAUNCHER in environment,
     )
+    if place.size > 1:
+        _number(environment, "MASTER_PORT")
+        if not environment.get("MASTER_ADDR"):
+            raise BadInput(
+                f"MASTER_ADDR is not set, so the {place.size} workers of WORLD_SIZE cannot find "
+                "each other; start them with torchrun, or unset RANK and WORLD_SIZE"
+            )
+    return place
+
+
+def _number(environment: Mapping[str, str], name: str, default: str = "") -> int:
+    text = environment.get(name, default)
+    if not text.isdecimal():
+        raise BadInput(
+            f"{name} is {text!r} in the environment, where torchrun or Slurm would put a number; "
+            "unset it to run without them"
+        )
+    return int(text)
 
 
 def _complete_slurm(environment: MutableMapping[str, str]) -> None:

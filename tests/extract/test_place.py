@@ -7,6 +7,7 @@ from dflash_offline.extract.cli import main as extract_command
 from dflash_offline.extract.place import LAUNCHER, Place, place_in
 
 TORCHRUN = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
+TORCHRUN |= {"MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
 SLURM = {
     "SLURM_PROCID": "9",
     "SLURM_STEP_NUM_TASKS": "16",
@@ -29,6 +30,21 @@ def test_torchrun():
     launched = place_in(TORCHRUN | {LAUNCHER: "1"})
     assert launched is not None
     assert launched.launched
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("RANK", "", "RANK is '' in the environment"),
+        ("LOCAL_RANK", "x", "LOCAL_RANK is 'x' in the environment"),
+        ("WORLD_SIZE", "-2", "WORLD_SIZE is '-2' in the environment"),
+        ("MASTER_PORT", "", "MASTER_PORT is '' in the environment"),
+        ("MASTER_ADDR", "", "MASTER_ADDR is not set, so the 16 workers"),
+    ],
+)
+def test_variables_that_say_nothing(name: str, value: str, words: str):
+    with pytest.raises(BadInput, match=words):
+        place_in(TORCHRUN | {name: value})
 
 
 def test_slurm():
