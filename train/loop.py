@@ -337,17 +337,18 @@ class Run:
         wandb = WandbLog(config.wandb, config.out, options) if config.wandb else None
         place = {"step": self._state.step, "done": self._done()}
         with RunLog(config.out, total=total, wandb=wandb, **place) as log:
-            if setup.checkpoint is None:
-                log.run(
-                    options,
-                    drafter=setup.drafter.config.to_json(),
-                    mask_token=setup.mask_token.reason,
-                    device=str(setup.device),
-                    dtype=str(setup.dtype).removeprefix("torch."),
-                    num_samples=sum(len(indices) for indices in setup.wanted),
-                    num_steps=setup.num_steps,
-                    world_size=self._world.size,
-                )
+            # Where a run goes on, the reason for its token is in an earlier record.
+            reason = {} if setup.checkpoint else {"mask_token": setup.mask_token.reason}
+            log.run(
+                options,
+                drafter=setup.drafter.config.to_json(),
+                device=str(setup.device),
+                dtype=str(setup.dtype).removeprefix("torch."),
+                num_samples=sum(len(indices) for indices in setup.wanted),
+                num_steps=setup.num_steps,
+                world_size=self._world.size,
+                **reason,
+            )
             self._log = log
             yield
         self._log = None

@@ -36,7 +36,8 @@ class RunRecords:
         for record in _read(self.folder / LOG_NAME):
             if record["kind"] == "run":
                 self.config = record["config"]
-                self.facts = {k: v for k, v in record.items() if k not in ("kind", "config")}
+                # A run that goes on says again what holds from there.
+                self.facts |= {k: v for k, v in record.items() if k not in ("kind", "config")}
             elif record["kind"] == "train":
                 train[record["step"]] = record
             elif record["kind"] == "eval":
@@ -128,7 +129,7 @@ def write_report(run_dir: Path) -> Path:
 
 def _loss(log: RunRecords) -> str:
     svg = line_plot("loss", [log.curve("loss")], ylabel="loss per weighted slot")
-    return figure(svg, "Cross-entropy in nats, weighted mean over the supervised slots of a step.")
+    return figure(svg, "What --loss minimises, weighted mean over the supervised slots of a step.")
 
 
 def _schedule(log: RunRecords) -> str:

@@ -10,6 +10,7 @@ import pytest
 from dflash_offline.train import loop
 from dflash_offline.train.checkpoint import checkpoints, load_state
 from dflash_offline.train.loop import train
+from dflash_offline.train.report import RunRecords
 
 
 def records(out: Path, kind: str) -> list[dict]:
@@ -57,3 +58,11 @@ def test_a_checkpoint_between_records_knows_of_skipped_steps(config, corpus_make
     killed_after(tmp_path / "run", 1)
     train(run)
     assert records(tmp_path / "run", "train")[-1]["skipped_steps"] == last["skipped_steps"] >= 1
+
+
+def test_the_log_of_a_run_that_goes_on_says_its_new_options(config, small_store, tmp_path):
+    train(config(small_store[0], tmp_path / "run", num_steps=2))
+    train(config(small_store[0], tmp_path / "run", num_steps=3, resume=True))
+    log = RunRecords(tmp_path / "run")
+    assert log.config["num_steps"] == log.facts["num_steps"] == 3
+    assert log.facts["mask_token"] == "given by --mask-token-id"
