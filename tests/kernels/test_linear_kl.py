@@ -165,6 +165,33 @@ def test_adversarial_rows(implementation, dtype, tolerance, mix, name, student, 
 
 
 @pytest.mark.parametrize(("implementation", "dtype", "tolerance"), WAYS)
+def test_differences_of_near_equal_probabilities(implementation, dtype, tolerance):
+    """p - q by subtraction would leave nothing of divergences of 1e-9 in single precision."""
+    x, weight, teacher, _, upstream = problem(3, 32, 129, dtype=dtype, distance=1e-4)
+    mix = {"kl_weight": 0.5, "reverse_kl_weight": 0.5}
+    result, expected, grad, exact = both(
+        x, weight, teacher, None, upstream, implementation=implementation, **mix
+    )
+    assert expected.kl.max() < 1e-7
+    for name in ("kl", "reverse_kl", "tv"):
+        wanted = getattr(expected, name)
+        torch.testing.assert_close(getattr(result, name).double(), wanted, rtol=0.02, atol=0)
+    assert (grad.double() - exact).norm() < 0.01 * exact.norm()
+
+
+@pytest.mark.parametrize(("implementation", "dtype", "tolerance"), WAYS)
+def test_of_equal_maxima_the_first_counts(implementation, dtype, tolerance):
+    # One in each of a row's two tiles.
+    weight = torch.eye(129, dtype=dtype, device=DEVICE)
+    x = torch.zeros(1, 129, dtype=dtype, device=DEVICE)
+    x[0, [5, 128]] = 3
+    result = linear_kl(x, weight, x.roll(1, dims=1), implementation=implementation)
+    assert (result.argmax.item(), result.teacher_argmax.item()) == (5, 0)
+    again = linear_kl(x, weight, x, implementation=implementation)
+    assert (again.argmax.item(), again.teacher_argmax.item()) == (5, 5)
+
+
+@pytest.mark.parametrize(("implementation", "dtype", "tolerance"), WAYS)
 def test_bad_labels_are_poisoned(implementation, dtype, tolerance):
     x, weight, teacher, labels, _ = problem(4, 32, 129, dtype=dtype)
     labels[[0, 3]] = torch.tensor([-1, 129], device=DEVICE)
