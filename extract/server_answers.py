@@ -20,11 +20,18 @@ class ServerAnswers:
     """
 
     def __init__(self, config: GenerateConfig, options: ChatOptions) -> None:
-        if config.chat_template is not None:
-            raise BadInput(
-                f"--chat-template {config.chat_template} does not reach the server of --endpoint; "
-                "start the server with it"
-            )
+        ours = {
+            "--chat-template": config.chat_template,
+            "--target-revision": config.target_revision,
+            "--dtype": None if config.dtype == "auto" else config.dtype,
+            "--trust-remote-code": config.trust_remote_code or None,
+        }
+        for name, value in ours.items():
+            if value is not None:
+                raise BadInput(
+                    f"{name} {value} does not reach the server of --endpoint; start the server "
+                    "with it"
+                )
         assert config.endpoint is not None
         check_url(config.endpoint)
         parameters = {

@@ -426,9 +426,24 @@ def test_endpoint_that_fails(server: FakeServer, prompts, run, tmp_path, monkeyp
     assert len(rows_in(out)) == 5
 
 
-def test_endpoint_does_not_take_a_template(server: FakeServer, prompts, run, tmp_path, capsys):
-    (tmp_path / "own.jinja").write_text("x")
-    args = ("--target", "m", "--endpoint", server.url, "--data", prompts)
-    args = (*args, "--out", tmp_path / "a.jsonl", "--chat-template", tmp_path / "own.jinja")
-    assert run(generate_command, *args) == 2
-    assert "does not reach the server" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("--chat-template", "own.jinja"),
+        ("--target-revision", "v2"),
+        ("--dtype", "bfloat16"),
+        ("--trust-remote-code",),
+    ],
+    ids=lambda option: option[0],
+)
+def test_options_that_do_not_reach_a_server(
+    option, server: FakeServer, prompts, run, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.jinja").write_text("{{ messages }}")
+    args = ("--target", "m", "--endpoint", server.url, "--data", prompts, "--out", "answers.jsonl")
+    assert run(generate_command, *args, *option) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"error: {option[0]} ")
+    assert "does not reach the server" in error
+    assert not server.requests
