@@ -1,10 +1,12 @@
 """Objects under one address: create-only writes, ranged reads, listing. Here: a local folder.
 
 A local write is atomic and durable: a temporary file, fsync, a hard link that fails when the name
-exists, and fsync of the folder. Object storage is in common/object_blobs.py and s3_blobs.py.
+exists, and fsync of the folder, and of those above it where it is new. Object storage is in
+common/object_blobs.py and s3_blobs.py.
 """
 
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -283,7 +285,11 @@ def parse_storage_options(pairs: Sequence[str]) -> dict[str, Any]:
 
 @contextmanager
 def _temporary_beside(path: Path) -> Iterator[Path]:
+    # A folder is as durable as its name in the one above.
+    made = list(itertools.takewhile(lambda folder: not folder.exists(), path.parents))
     path.parent.mkdir(parents=True, exist_ok=True)
+    for folder in made:
+        _sync_folder(folder.parent)
     temporary = path.parent / f"{_TEMPORARY}{uuid.uuid4().hex}"
     try:
         yield temporary

@@ -44,6 +44,24 @@ def test_local_objects(blobs):
     assert blobs.drop_stale_uploads() == []
 
 
+def test_new_folders_are_as_durable_as_what_lies_in_them(blobs, monkeypatch):
+    synced = []
+    fsync = os.fsync
+
+    def noting(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    blobs.create("a/b/c", [b"content"])
+    root = blobs.root
+    folders = [str(folder) for folder in (root / "a" / "b", root / "a", root, root.parent)]
+    assert set(folders) <= set(synced)
+    synced.clear()
+    blobs.create("a/b/d", [b"content"])
+    assert synced[1:] == folders[:1]
+
+
 def test_owner_clears_what_killed_runs_left(blobs):
     blobs.create("a/b", [b"content"])
     (blobs.root / ".tmp-dead").write_bytes(b"half an index")
