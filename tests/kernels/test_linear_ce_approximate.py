@@ -9,7 +9,7 @@ from dflash_offline.kernels.head_rows import empty_results, row_options
 from dflash_offline.kernels.linear_ce import ApartLabel, triton_chunk
 from dflash_offline.kernels.linear_ce_fp8 import linear_ce_fp8, quantize_head
 from dflash_offline.kernels.linear_ce_skip import ProductLaunch, order_head
-from dflash_offline.kernels.logit_chunks import release_buffers
+from dflash_offline.kernels.logit_chunks import chunk_buffer, release_buffers
 from dflash_offline.kernels.optional_triton import HAS_TRITON
 from dflash_offline.kernels.reference_loss import LinearCE, head_logits
 from dflash_offline.kernels.reference_loss import linear_ce as reference_ce
@@ -126,6 +126,9 @@ def test_lists_that_take_several_steps():
     # 66 tiles, of which a step looks at 64; those that are kept lie on both sides.
     x, weight, labels = problem(3, 16, 4200, dtype=torch.float32)
     head = order_head(weight, torch.ones(4200))
+    # What is not listed is tile 30, which then counts twice.
+    device = torch.device(DEVICE)
+    chunk_buffer("tiles 0", 3, 66, dtype=torch.int32, device=device).fill_(30)
     runs = []
     for implementation in ("triton", "reference"):
         rows = x.clone().requires_grad_()
@@ -243,6 +246,8 @@ def test_a_gradient_apart_is_the_gradient(options):
     label_grad, row_scale = room[3, 0, :3], room[3, 1, :3]
     logits.copy_(x @ weight.T)
     again.copy_(logits)
+    # One of them the largest, by far.
+    labels[0] = logits[0].argmax()
     triton_chunk(x, weight, labels, logits, empty_results(LinearCE, x), options)
     apart = ApartLabel(label_grad, scaled=scaled, row_scale=row_scale)
     triton_chunk(x, weight, labels, again, empty_results(LinearCE, x), options, apart)
