@@ -127,14 +127,14 @@ def load_state(checkpoint: Path) -> RunState:
     path = checkpoint / _STATE
     try:
         record = json.loads(path.read_text())
-    except (OSError, ValueError) as problem:
+        if record.pop("format", None) == FORMAT:
+            return RunState(**record | {"stream": StreamState(**record["stream"])})
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as problem:
         raise BadInput(
             f"checkpoint {checkpoint} cannot be read ({problem}); delete it to go on from an "
             "older one"
         ) from problem
-    if record.pop("format", None) != FORMAT:
-        raise BadInput(f"checkpoint {checkpoint} is of another format than {FORMAT}; delete it")
-    return RunState(**record | {"stream": StreamState(**record["stream"])})
+    raise BadInput(f"checkpoint {checkpoint} is of another format than {FORMAT}; delete it")
 
 
 def load_optimizer(checkpoint: Path, optimizer: Optimizer) -> None:
@@ -168,9 +168,11 @@ def check_learned(stored: Mapping[str, Any], given: Mapping[str, Any], where: Pa
             continue
         if name == "cache" and before and len(before) == len(now):
             before, now = _differences(before, now), _differences(now, before)
+        drafters = [each for each in (where / FINAL, *checkpoints(where)[::-1]) if each.exists()]
+        going_on = f", another --out, or --init-from {drafters[0]}" if drafters else ""
         raise BadInput(
             f"--{name.replace('_', '-')}: {now} given, but the run in {where} was started with "
-            f"{before}; use the same, another --out, or --init-from {where / FINAL}"
+            f"{before}; use the same{going_on or ' or another --out'}"
         )
 
 

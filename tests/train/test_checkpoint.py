@@ -138,9 +138,10 @@ def test_damage_is_named(tmp_path, parts):
     (folder / "state.json").write_text(json.dumps(record | {"format": 2}))
     with pytest.raises(BadInput, match="another format"):
         load_state(folder)
-    (folder / "state.json").write_text("{")
-    with pytest.raises(BadInput, match="cannot be read"):
-        load_state(folder)
+    for text in ("{", "[]", '{"format": 1}', json.dumps(record | {"pages": 3})):
+        (folder / "state.json").write_text(text)
+        with pytest.raises(BadInput, match="cannot be read"):
+            load_state(folder)
 
 
 def test_another_drafters_state_is_refused(tmp_path, parts, config_maker):
@@ -150,7 +151,15 @@ def test_another_drafters_state_is_refused(tmp_path, parts, config_maker):
         load_optimizer(folder, Optimizer(other, weight_decay=0.0, betas=(0.9, 0.95)))
 
 
-def test_learned_options_are_compared(tmp_path):
+def test_learned_options_are_compared(tmp_path, parts):
     check_learned({"lr": 1.0}, {"lr": 1.0}, tmp_path)
     with pytest.raises(BadInput, match=r"--block-size: 8 given, but the run in .* started with 16"):
         check_learned({"block_size": 16}, {"block_size": 8}, tmp_path)
+    # The drafter to go on from is one that is there.
+    for step in (9, 10):
+        folder, _ = save(tmp_path, step, parts)
+    with pytest.raises(BadInput, match=r"or --init-from .*/checkpoints/step-10$"):
+        check_learned({"lr": 1.0}, {"lr": 2.0}, tmp_path)
+    publish(folder, tmp_path)
+    with pytest.raises(BadInput, match=r"or --init-from .*/draft$"):
+        check_learned({"lr": 1.0}, {"lr": 2.0}, tmp_path)
