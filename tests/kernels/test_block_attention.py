@@ -280,12 +280,14 @@ def test_no_anchors():
         assert grads[1] is None or not grads[1].any()
 
 
-def test_tables_cover_everything_once():
+# An anchor stands at the end of a tile of 5 tokens.
+@pytest.mark.parametrize("size", [4, 5])
+def test_tables_cover_everything_once(size):
     lo, hi = zip(*LAYOUTS["documents of one token, and one without anchors"][1], strict=True)
-    tables = build_tables(lo, hi, block_size=4, num_ctx=30, group_sizes=(2,), tile_sizes=(4,))
+    tables = build_tables(lo, hi, block_size=4, num_ctx=30, group_sizes=(2,), tile_sizes=(size,))
     anchors = [a for first, count in tables.groups(2).tolist() for a in range(first, first + count)]
     assert sorted(anchors) == list(range(6))
-    tiles = tables.tiles(4).tolist()
+    tiles = tables.tiles(size).tolist()
     tokens = [t for start, end, *_ in tiles for t in range(start, end)]
     assert sorted(tokens) == list(range(30))
     for start, end, first, last, full in tiles:
