@@ -24,6 +24,7 @@ from dflash_offline.common.errors import BadInput, DamagedStore, FoundProblems, 
 
 EXIT_BUG = 70
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_FAILING = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EREMOTEIO)
 
 
 def option(
@@ -177,6 +178,12 @@ def exit_code_of(cli: click.Command, args: list[str] | None = None) -> int:
             return stopped.exit_code
         if isinstance(problem, OSError) and problem.errno in _NO_ROOM:
             _complain(f"{problem}: what is committed is safe; free space and run the same command")
+            return Stopped.exit_code
+        if isinstance(problem, OSError) and problem.errno in _FAILING:
+            _complain(
+                f"{problem}: the disk, or the way to it, fails; what is committed is safe, run the "
+                "same command once it works"
+            )
             return Stopped.exit_code
         if isinstance(problem, PermissionError):
             _complain(f"{problem}; give a file or folder that you may read and write")

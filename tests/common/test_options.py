@@ -52,6 +52,10 @@ def be_kept_out(_config: _Config) -> None:
     raise PermissionError(errno.EACCES, "Permission denied", "/theirs/store")
 
 
+def lose_the_disk(_config: _Config) -> None:
+    raise OSError(errno.EIO, "Input/output error", "/store/features/c/1/0/0/0")
+
+
 def see(config: _Config) -> None:
     SEEN.append(config)
 
@@ -141,6 +145,11 @@ def test_signal_that_a_library_makes_another_error_of(how: str, capsys: pytest.C
 def test_place_of_others(capsys: pytest.CaptureFixture[str]):
     assert call(function="be_kept_out") == 2
     assert "'/theirs/store'; give a file or folder that you may" in capsys.readouterr().err
+
+
+def test_disk_that_fails_is_no_bug(capsys: pytest.CaptureFixture[str]):
+    assert call(function="lose_the_disk") == 3
+    assert "features/c/1/0/0/0': the disk, or the way to it, fails" in capsys.readouterr().err
 
 
 def test_brackets_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]):
