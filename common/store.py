@@ -298,7 +298,7 @@ def read_header(blobs: Blobs, *, required: bool = True) -> Header | None:
     content, data = b"", {}
     try:
         content = blobs.read(GROUP_KEY)
-        data = json.loads(content)["attributes"][ATTRIBUTE]
+        data = dict(json.loads(content)["attributes"][ATTRIBUTE])
     except (FileNotFoundError, NotADirectoryError, KeyError, TypeError, ValueError) as problem:
         if not required and isinstance(problem, FileNotFoundError):
             return None
@@ -311,7 +311,7 @@ def read_header(blobs: Blobs, *, required: bool = True) -> Header | None:
     stated = stated_digests(blobs) if content else {}
     if stated and records.sha256(content) != stated[GROUP_KEY]:
         raise DamagedStore(f"{GROUP_KEY} differs from the manifest")
-    if not data:
+    if not {"schema", "identity", "options"} <= data.keys():
         raise MissingStore(
             f"{blobs.url} holds no dflash-offline store (no readable {GROUP_KEY}); "
             "give the --out of a dflash-extract run"

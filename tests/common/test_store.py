@@ -169,6 +169,14 @@ def test_address_that_is_no_store(tmp_path, corpus_maker):
         open_cache(str(tmp_path / "s"))
 
 
+@pytest.mark.parametrize("content", ['"x"', "{}", '{"format": 1}', "[1]", "null"])
+def test_group_of_another_program_is_no_store(tmp_path, content):
+    text = f'{{"zarr_format": 3, "attributes": {{"dflash_offline": {content}}}}}'
+    (tmp_path / "zarr.json").write_text(text)
+    with pytest.raises(MissingStore, match="holds no dflash-offline store"):
+        open_cache(str(tmp_path))
+
+
 def test_newer_format_is_refused(small_store):
     url, corpus = small_store
     path = Path(url) / "zarr.json"
