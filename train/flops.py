@@ -5,6 +5,8 @@ more for a teacher. Letters: T context tokens, A anchors, B block size, N = A*B 
 rows, H hidden, K captured layers.
 """
 
+import re
+
 import torch
 
 from dflash_offline.kernels.reference import own_mask
@@ -12,7 +14,10 @@ from dflash_offline.train.anchors import PassTables
 from dflash_offline.train.drafter_config import DrafterConfig
 
 # Dense bfloat16 rates of datasheets, FLOP/s, by a part of the device's name.
-_DATASHEET = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12}
+_DATASHEET = {
+    "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "B200": 2250e12,
+    "A100": 312e12,
+}  # fmt: skip
 
 
 def datasheet_rate(device: torch.device) -> float | None:
@@ -20,7 +25,9 @@ def datasheet_rate(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((rate for part, rate in _DATASHEET.items() if part in name), None)
+    # An A1000 is no A100.
+    rates = _DATASHEET.items()
+    return next((rate for part, rate in rates if re.search(f"{part}(?![0-9])", name)), None)
 
 
 def pass_flops(config: DrafterConfig, tables: PassTables, *, with_teacher: bool) -> float:

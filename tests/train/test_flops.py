@@ -54,9 +54,19 @@ def test_products_are_counted_with_their_backward(config_maker):
     assert pass_flops(config, tables, with_teacher=True) == expected + 3 * head
 
 
-def test_rates_that_are_known(monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "rate"),
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA RTX A1000", None),
+        ("Something else", None),
+    ],
+)
+def test_rates_that_are_known(monkeypatch, name, rate):
     assert datasheet_rate(torch.device("cpu")) is None
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    assert datasheet_rate(torch.device("cuda", 0)) == 989e12
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Something else")
-    assert datasheet_rate(torch.device("cuda", 0)) is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert datasheet_rate(torch.device("cuda", 0)) == rate
