@@ -54,7 +54,8 @@ def verify(config: VerifyConfig) -> None:
             f"{len(problems)} problems in {config.url}; dflash-cache repair gives up broken packs"
         )
     kind = "every byte" if config.deep else "records and sizes"
-    click.echo(f"{config.url}: {len(cache.packs)} packs, {kind} checked, nothing wrong")
+    packs = f"{len(cache.packs)} of {cache.plan.num_packs} packs"
+    click.echo(f"{config.url}: {packs}, {kind} checked, nothing wrong")
 
 
 def find_problems(

@@ -89,6 +89,15 @@ def test_verify_finds_every_kind_of_damage(small_store, capsys):
     assert end
 
 
+def test_verify_says_how_much_is_there(small_store, capsys):
+    """As a copy by other means that was interrupted: records and indexes are missing alike."""
+    url, _ = small_store
+    for key in (commit_key(2), index_key(0)):
+        (Path(url) / key).unlink()
+    assert run("verify", url) == 0
+    assert "3 of 4 packs, records and sizes checked, nothing wrong" in capsys.readouterr().out
+
+
 def test_verify_refuses_states_that_are_not_finite(tmp_path, corpus_maker, capsys):
     corpus = corpus_maker()
     corpus.features[2][1, 3, 5] = 0x7FC0
