@@ -126,6 +126,24 @@ def test_fp8_rounds_two_products_and_not_the_weights_gradient():
     torch.testing.assert_close(projections[0].weight.grad.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("in_fp8", [(0,), (1,), (0, 1)], ids=str)
+def test_gradients_of_an_input_add_up_in_fp8(in_fp8):
+    torch.manual_seed(2)
+    projections = [Linear(32, 48), Linear(32, 16)]
+    for each in projections:
+        torch.nn.init.normal_(each.weight)
+        each.weight.grad = torch.zeros_like(each.weight)
+    x = torch.randn(64, 32, dtype=torch.bfloat16, requires_grad=True)
+    upstream = [torch.randn(64, each.weight.shape[0]).bfloat16() for each in projections]
+    with Copies(projections, [projections[i] for i in in_fp8]).in_use(torch.bfloat16):
+        torch.autograd.backward(project(x, *projections), upstream)
+    dx = sum(
+        grad.double() @ each.weight.detach().double()
+        for grad, each in zip(upstream, projections, strict=True)
+    )
+    assert (x.grad.double() - dx).norm() < 0.06 * dx.norm()
+
+
 def test_fp8_needs_widths_of_16():
     with pytest.raises(ValueError, match="multiples of 16"):
         Copies([], [Linear(8, 16)])
