@@ -252,7 +252,8 @@ class _Renderer:
                 add_generation_prompt=generation_prompt,
                 **self._options.chat_template_args,
             )
-        except (TemplateError, TypeError, KeyError) as problem:
+        # The last where a macro calls itself for ever, as for some descriptions of tools.
+        except (TemplateError, TypeError, KeyError, RecursionError) as problem:
             raise BadInput(f"the chat template refuses the conversation: {problem}") from problem
 
     def tagged(self, messages: Sequence[Message], text: str) -> list[Span] | None:

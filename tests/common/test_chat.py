@@ -252,6 +252,13 @@ def test_refused_conversation(tokenizer):
         chat.render_conversation(tokenizer, [{"role": "tool", "content": "x"}], ChatOptions())
 
 
+def test_template_that_never_ends(tokenizer):
+    endless = "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}"
+    tokenizer.chat_template = endless
+    with pytest.raises(BadInput, match="the chat template refuses .*recursion"):
+        chat.render_conversation(tokenizer, TURNS, ChatOptions())
+
+
 def test_conversation_without_assistant(tokenizer):
     assert marked(tokenizer, CHATML, TURNS[:1], bits=0xFF) == []
 
