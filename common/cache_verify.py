@@ -6,7 +6,7 @@ and the SHA-256 of every file in the manifests.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -22,6 +22,7 @@ from dflash_offline.common.cache_cli import VerifyConfig
 from dflash_offline.common.codecs import codec_named
 from dflash_offline.common.errors import DamagedStore, FoundProblems
 from dflash_offline.common.pack_index import damaged_indexes
+from dflash_offline.common.records import REMOVED
 from dflash_offline.common.shards import BadShard, decode_chunk, index_bytes, parse_index
 from dflash_offline.common.store import (
     LOSS_MASK,
@@ -29,8 +30,10 @@ from dflash_offline.common.store import (
     TOKENS,
     TOPK_IDS,
     TOPK_LOGPROBS,
+    commit_key,
     count_plans,
     manifest_key,
+    read_plan,
     shard_key,
 )
 
@@ -62,7 +65,7 @@ def find_problems(
     cache: Cache, *, deep: bool, threads: int = 1, progress: bool = False
 ) -> list[str]:
     """Return one line for each problem: `pack P, array A (key): …` or `FILE: …`."""
-    check = partial(_pack_problems, cache, deep=deep)
+    check = partial(_pack_problems, cache, _planned_tokens(cache), deep=deep)
     with ThreadPoolExecutor(threads) as pool:
         results = pool.map(check, cache.packs)
         if progress:
@@ -73,7 +76,8 @@ def find_problems(
 
 def broken_packs(cache: Cache) -> dict[int, str]:
     """Return the packs that cannot be read, with the first reason; reads every byte."""
-    found = ((pack, list(_pack_problems(cache, pack, deep=True))) for pack in cache.packs)
+    tokens = _planned_tokens(cache)
+    found = ((pack, _pack_problems(cache, tokens, pack, deep=True)) for pack in cache.packs)
     return {pack: lines[0] for pack, lines in found if lines}
 
 
@@ -113,12 +117,24 @@ def _sha256_of(blobs: Blobs, key: str) -> str:
     return digest.hexdigest()
 
 
-def _pack_problems(cache: Cache, pack: int, *, deep: bool) -> list[str]:
+def _planned_tokens(cache: Cache) -> list[dict[str, Any]]:
+    """Return sizes and checksums of each pack's token arrays as planned."""
+    return read_plan(cache.blobs, batches=False)[1]
+
+
+def _pack_problems(
+    cache: Cache, planned: Sequence[Mapping[str, Any]], pack: int, *, deep: bool
+) -> list[str]:
     try:
-        arrays = cache.record(pack)["arrays"]
+        record = cache.record(pack)
     except DamagedStore as problem:
         return [str(problem)]
-    problems = []
+    arrays, problems = record["arrays"], []
+    # Where samples were removed, the tokens are not those of the plan.
+    if REMOVED not in record["quarantined"].values() and any(
+        arrays[name] != planned[pack][name] for name in (TOKENS, LOSS_MASK)
+    ):
+        problems.append(f"pack {pack}: {commit_key(pack)} is the record of another plan")
     for name, stated in arrays.items():
         key = shard_key(name, pack)
         try:

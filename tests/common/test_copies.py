@@ -11,7 +11,14 @@ from dflash_offline.common.cache import Cache, open_cache
 from dflash_offline.common.cache_cli import main
 from dflash_offline.common.cache_copy import _smaller_plan
 from dflash_offline.common.options import exit_code_of
-from dflash_offline.common.store import FEATURES, commit_key, shard_key
+from dflash_offline.common.store import (
+    FEATURES,
+    LOSS_MASK,
+    TOKENS,
+    commit_key,
+    index_key,
+    shard_key,
+)
 
 
 def run(*args: object) -> int:
@@ -122,3 +129,17 @@ def test_bytes_that_a_network_garbles_are_asked_for_again(
     assert run(*command.split(), url, *target) == 0
     assert len(garbled) >= 12
     assert open_cache(url).packs == [0, 1, 2, 3]
+
+
+def test_pack_of_another_store_is_found(small_store, tmp_path, corpus_maker, capsys):
+    """As copying files by hand from the wrong folder leaves it; each of them is whole."""
+    url, _ = small_store
+    other = corpus_maker(seed=1)
+    with other.open(tmp_path / "other") as store:
+        other.commit(store)
+    assert run("verify", url) == 0
+    (Path(url) / index_key(0)).unlink()
+    for key in (commit_key(1), *(shard_key(name, 1) for name in (FEATURES, TOKENS, LOSS_MASK))):
+        shutil.copy(tmp_path / "other" / key, Path(url) / key)
+    assert run("verify", url) == 1
+    assert "pack 1: commit/00000001.json is the record of another plan" in capsys.readouterr().out
