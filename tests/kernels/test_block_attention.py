@@ -154,7 +154,7 @@ def test_kernels_on_shapes(block, ratio):
 def test_a_window_of_more_than_a_tile():
     """Its first tile has no ragged end, and not every slot of a block sees all of it."""
     error = compare(
-        (60, [(0, 30), (0, 44), (0, 58)]), block=4, ratio=2, window=20, causal=True,
+        (70, [(0, 30), (32, 66)]), block=4, ratio=2, window=20, causal=True,
         dtype=torch.float32, implementation="triton", kv_heads=1,
     )  # fmt: skip
     assert error < 1e-5
