@@ -133,6 +133,8 @@ class Run:
                 self._state = replace(self._state, elapsed_s=self._now(began))
                 self._keep_books()
                 if self._must_stop(stop) and not self._is_over():
+                    if self._window.num_steps:
+                        self._record()
                     self._save()
                     raise Stopped(
                         f"stopped after step {self._state.step}; the same command goes on from "
@@ -227,16 +229,12 @@ class Run:
         slowest = largest(elapsed / self._window.num_steps, self._world, self._setup.device)
         self._check_every = max(1, min(self._config.log_every, int(_CHECK_S / slowest)))
         if self._log is not None:
+            rate = datasheet_rate(self._setup.device)
             record = {
                 "step": self._state.step,
                 "epoch": self._state.stream.epoch,
                 **record,
-                **speeds(
-                    counts,
-                    elapsed,
-                    datasheet=datasheet_rate(self._setup.device),
-                    world_size=self._world.size,
-                ),
+                **speeds(counts, elapsed, datasheet=rate, world_size=self._world.size),
                 "lr": self._lr,
                 "data_wait_frac": seconds["data"] / elapsed,
                 "memory_bytes": peak_memory(self._setup.device),

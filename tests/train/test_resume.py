@@ -3,14 +3,18 @@
 import errno
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 
+from dflash_offline.common.errors import Stopped
 from dflash_offline.train import loop
 from dflash_offline.train.checkpoint import checkpoints, load_state
-from dflash_offline.train.loop import train
-from dflash_offline.train.report import RunRecords
+from dflash_offline.train.distributed import World
+from dflash_offline.train.loop import Run, train
+from dflash_offline.train.report import RunRecords, write_report
+from dflash_offline.train.setup import prepare
 
 
 def records(out: Path, kind: str) -> list[dict]:
@@ -66,3 +70,20 @@ def test_the_log_of_a_run_that_goes_on_says_its_new_options(config, small_store,
     log = RunRecords(tmp_path / "run")
     assert log.config["num_steps"] == log.facts["num_steps"] == 3
     assert log.facts["mask_token"] == "given by --mask-token-id"
+
+
+def test_nothing_is_missing_from_the_log_of_a_run_that_was_stopped(
+    config, small_store, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(loop, "write_report", write_report)
+
+    def run(**changes):
+        return config(small_store[0], tmp_path / "run", log_every=4, **changes)
+
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(Stopped, match="after step 1"):
+        Run(prepare(run(num_steps=9), World())).to_the_end(stop)
+    assert [record["step"] for record in records(tmp_path / "run", "train")] == [1]
+    # That was enough: its drafter and its report can be had.
+    assert train(run(num_steps=1)) == tmp_path / "run/draft"
