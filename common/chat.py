@@ -101,7 +101,8 @@ def chat_template(tokenizer: PreTrainedTokenizerBase, options: ChatOptions) -> s
 
 def _template_in(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        # A byte order mark would stand in every rendered text.
+        return file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as problem:
         raise BadInput(
             f"--chat-template {file} cannot be read ({problem}); give a text file with a Jinja "

@@ -282,9 +282,11 @@ def test_missing_template(tokenizer, tmp_path: Path):
         chat.chat_template(tokenizer, ChatOptions())
     with pytest.raises(BadInput, match="--chat-template .*none.jinja"):
         chat.chat_template(tokenizer, ChatOptions(chat_template=tmp_path / "none.jinja"))
-    (tmp_path / "own.jinja").write_text(CHATML)
     options = ChatOptions(chat_template=tmp_path / "own.jinja")
-    assert chat.chat_template(tokenizer, options) == CHATML
+    windows = b"\xef\xbb\xbf" + CHATML.replace("\n", "\r\n").encode()
+    for content in (CHATML.encode(), windows):
+        (tmp_path / "own.jinja").write_bytes(content)
+        assert chat.chat_template(tokenizer, options) == CHATML
 
 
 def test_template_arguments():
