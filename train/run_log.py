@@ -17,7 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from dflash_offline.common.progress import JsonLog, ProgressLine
 from dflash_offline.train.distributed import World, sum_numbers
-from dflash_offline.train.wandb_log import WandbLog
+from dflash_offline.train.wandb_log import WandbLog, numbers_of
 
 LOG_NAME, TENSORBOARD = "log.jsonl", "tensorboard"
 FIELDS = ("step", "loss", "acceptance", "tok/s", "rows/s", "MFU", "data-wait", "read", "memory")
@@ -168,14 +168,9 @@ class RunLog:
     def _curves(self, kind: str, record: dict[str, Any]) -> None:
         if self._wandb is not None:
             self._wandb.log(kind, record)
-        step = record["step"]
-        for name, value in record.items():
-            if isinstance(value, int | float) and name != "step":
-                self._board.add_scalar(f"{kind}/{name}", value, step)
-            elif name == "accepted_by_position":
-                for slot, share in enumerate(value, start=1):
-                    if share is not None:
-                        self._board.add_scalar(f"{kind}/accepted/{slot}", share, step)
+        for name, value in numbers_of(kind, record).items():
+            if name != f"{kind}/step":
+                self._board.add_scalar(name, value, record["step"])
 
 
 def _forget_after(path: Path, step: int) -> None:

@@ -6,6 +6,7 @@ same id.
 
 import hashlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,20 +46,27 @@ class WandbLog:
             self._run = wandb.init(**options, mode="offline")
 
     def log(self, kind: str, record: dict[str, Any]) -> None:
-        """Add the numbers of a record; those by position get one curve each."""
-        values: dict[str, float] = {}
-        for name, value in record.items():
-            if isinstance(value, int | float):
-                values[f"{kind}/{name}"] = value
-            elif name == "accepted_by_position":
-                places = enumerate(value, start=1)
-                values |= {f"{kind}/accepted/{k}": v for k, v in places if v is not None}
+        """Add the numbers of a record."""
         # Steps that are run again after a resume would be out of order as W&B's own step.
-        self._run.log(values)
+        self._run.log(numbers_of(kind, record))
 
     def close(self) -> None:
         """Send what is left and end the run."""
         self._run.finish()
+
+
+def numbers_of(kind: str, record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a record by curve; each position, source and phase has its own."""
+    values: dict[str, float] = {}
+    for name, value in record.items():
+        if isinstance(value, int | float):
+            values[f"{kind}/{name}"] = value
+        elif name == "accepted_by_position":
+            places = enumerate(value, start=1)
+            values |= {f"{kind}/accepted/{k}": v for k, v in places if v is not None}
+        elif isinstance(value, Mapping):
+            values |= {f"{kind}/{name}/{part}": each for part, each in value.items()}
+    return values
 
 
 def check_wandb(project: str | None) -> None:

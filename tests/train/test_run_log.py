@@ -89,13 +89,20 @@ def test_records_and_curves(tmp_path, capsys):
         log.train(record(1, 3.0), done=1)
         log.train(record(2, 2.5), done=2)
         log.evaluation(
-            {"step": 2, "acceptance_length": 1.7, "accepted_by_position": [0.5, 0.2, None]}
+            {
+                "step": 2,
+                "acceptance_length": 1.7,
+                "accepted_by_position": [0.5, 0.2, None],
+                "by_source": {"code": 1.5},
+            }
         )
     assert [each["kind"] for each in lines(tmp_path)] == ["run", "train", "train", "eval"]
     curves = EventAccumulator(str(tmp_path / "tensorboard"))
     curves.Reload()
     assert [event.value for event in curves.Scalars("train/loss")] == [3.0, 2.5]
     assert [event.value for event in curves.Scalars("eval/accepted/2")] == pytest.approx([0.2])
+    assert [event.value for event in curves.Scalars("eval/by_source/code")] == [1.5]
+    assert "train/step" not in curves.Tags()["scalars"]
     shown = capsys.readouterr().err
     assert (
         "step 2  loss 2.500  acceptance 1.50  tok/s 1,234  rows/s 567  MFU 41.0%  data-wait 1.2%  "
