@@ -93,6 +93,8 @@ LAYOUTS = {
         (4, 10, 50, True),
         (8, 7, 5, False),
         (4, 32, None, True),
+        # An anchor has a group of its own, whose first tile only some slots see all of.
+        (4, 32, 100, True),
         (16, 16, 9, True),
     ],
 )

@@ -89,6 +89,7 @@ class Case:
         (4, 10, 50, True),
         (8, 7, 5, False),
         (4, 32, None, True),
+        (4, 32, 100, True),
         (2, 16, 99, False),
         (16, 8, None, False),
     ],
@@ -125,7 +126,8 @@ def test_dq_and_own_blocks(gluon, monkeypatch, layout, ratio, block, window, cau
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 @pytest.mark.parametrize(
     ("ratio", "block", "window"),
-    [(4, 16, None), (4, 10, 50), (8, 7, None), (1, 32, 5), (16, 3, 150), (4, 32, 1)],
+    # In the window of 160 tokens are all of a tile for some slots of a block.
+    [(4, 16, None), (4, 10, 50), (8, 7, None), (1, 32, 5), (16, 3, 150), (4, 32, 1), (4, 16, 160)],
 )
 def test_context(gluon, monkeypatch, layout, ratio, block, window):
     case = Case.of(layout, ratio=ratio, block=block, window=window)
