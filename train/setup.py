@@ -289,7 +289,7 @@ def _shape(
     if initial is not None:
         for cache in caches:
             check_fits(initial, cache, f"--init-from {config.init_from}")
-        _check_initial(config, initial)
+        _check_initial(config, initial, caches[0])
     mask_token = choose_mask_token(
         caches,
         head.embed,
@@ -313,11 +313,12 @@ def _shape(
     return shape, mask_token
 
 
-def _check_initial(config: TrainConfig, initial: DrafterConfig) -> None:
+def _check_initial(config: TrainConfig, initial: DrafterConfig, cache: Cache) -> None:
+    layers = config.layers and ",".join(map(str, _layers(config, cache)))
     for option, given, own in (
         ("--draft-layers", config.draft_layers, initial.num_hidden_layers),
         ("--draft-config", config.draft_config, None),
-        ("--layers", config.layers, ",".join(map(str, initial.target_layer_ids))),
+        ("--layers", layers, ",".join(map(str, initial.target_layer_ids))),
     ):
         if given is not None and given != own:
             raise BadInput(
