@@ -12,23 +12,30 @@ from typing import Any
 import numpy as np
 
 from dflash_offline.common import records
-from dflash_offline.common.blobs import Blobs, in_parallel
+from dflash_offline.common.blobs import Blobs, in_parallel, is_temporary
 from dflash_offline.common.codecs import codec_named
 from dflash_offline.common.errors import DamagedStore
 from dflash_offline.common.identity import Identity
-from dflash_offline.common.lease import is_owner_key
 from dflash_offline.common.pack_index import pack_of
 from dflash_offline.common.shards import ShardWriter
 from dflash_offline.common.store import (
     ATTRIBUTE,
+    CALIBRATION,
     COMMIT,
+    EXACT,
+    EXACT_ROWS,
+    FEATURES,
+    FINAL,
+    FINAL_SCALES,
     FORMAT,
     GROUP_KEY,
-    LOGS,
     LOSS_MASK,
     PLAN,
+    SCALES,
     TARGET,
     TOKENS,
+    TOPK_IDS,
+    TOPK_LOGPROBS,
     Plan,
     Schema,
     count_plans,
@@ -39,6 +46,10 @@ from dflash_offline.common.store import (
     shard_key,
     stated_digests,
 )
+
+# What stands first in the keys that a creation may leave, whatever its schema was.
+_CREATED = (GROUP_KEY, PLAN, TARGET, FEATURES, FINAL, TOKENS, LOSS_MASK, SCALES, FINAL_SCALES)
+_CREATED += (EXACT, EXACT_ROWS, TOPK_IDS, TOPK_LOGPROBS, CALIBRATION)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +77,8 @@ def write_first_plan(
 ) -> None:
     """Write a new store up to its manifest, over whatever an interrupted creation left."""
     for key in blobs.list(""):
-        if not is_owner_key(key) and not key.startswith(f"{LOGS}/"):
+        # Anything else is somebody's who put it there since.
+        if key.partition("/")[0] in _CREATED or is_temporary(key):
             blobs.delete(key)
     fixed = {GROUP_KEY: _group_json(schema, new.identity, options)}
     for name in schema.arrays:

@@ -120,9 +120,16 @@ def test_interrupted_creation_starts_over(tmp_path, corpus_maker):
     corpus = corpus_maker()
     corpus.open(tmp_path / "s").close()
     (tmp_path / "s" / "manifest.json").unlink()
+    # What another codec and a killed write leave, and what somebody keeps beside it since.
+    mine, leftovers = tmp_path / "s" / "notes.txt", ("scales/zarr.json", "plan/0/.tmp-0", ".tmp-1")
+    for path in (mine, *(tmp_path / "s" / name for name in leftovers)):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("hello")
     with corpus.open(tmp_path / "s") as store:
         corpus.commit(store)
     assert_equal_content(str(tmp_path / "s"), corpus)
+    assert mine.read_text() == "hello"
+    assert not any((tmp_path / "s" / name).exists() for name in leftovers)
 
 
 def test_store_that_lost_its_manifest_is_not_started_over(small_store):
