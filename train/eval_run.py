@@ -109,10 +109,10 @@ def _device(config: EvalConfig) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(config.device)
-    except RuntimeError as problem:
-        raise BadInput(
-            f"--device {config.device} is no device; use cpu, cuda or cuda:N"
-        ) from problem
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise BadInput(f"--device {config.device}: not one to evaluate on; use cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise BadInput(
             f"--device {config.device} is not there: this machine has "

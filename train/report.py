@@ -269,9 +269,16 @@ def _read(path: Path) -> list[Record]:
     records = []
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except json.JSONDecodeError as problem:
             # A run that was killed may leave half a line at the end, and only there.
             if number < len(lines):
                 raise BadInput(f"{path} line {number} is not JSON: {problem}") from problem
+            break
+        if not isinstance(record, dict) or "kind" not in record:
+            raise BadInput(
+                f"{path} line {number} is no record of dflash-train; give the folder of a "
+                "training run"
+            )
+        records.append(record)
     return records

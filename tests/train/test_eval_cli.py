@@ -269,6 +269,7 @@ BAD = {
     "out_folder": (["--draft", "{draft}", "--cache", "x", "--out", "no/such/f.json"], "--out"),
     "no_store": (["--draft", "{draft}", "--cache", "/nowhere/at/all"], "/nowhere"),
     "device": (["--draft", "{draft}", "--cache", "x", "--device", "gpu7"], "--device"),
+    "other_device": (["--draft", "{draft}", "--cache", "x", "--device", "meta"], "cuda or cuda:N"),
 }
 
 

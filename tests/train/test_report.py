@@ -198,8 +198,14 @@ def test_resumed_run_counts_a_step_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "word"),
-    [(None, "missing"), ("", "no training record"), ("{\n{}\n", "line 1 is not JSON")],
-    ids=["missing", "empty", "damaged"],
+    [
+        (None, "missing"),
+        ("", "no training record"),
+        ("{\n{}\n", "line 1 is not JSON"),
+        ('{"packs": 3}\n', "no record of dflash-train"),
+        ("[1]\n", "no record of dflash-train"),
+    ],
+    ids=["missing", "empty", "damaged", "foreign", "list"],
 )
 def test_bad_log(content: str | None, word: str, tmp_path: Path) -> None:
     if content is not None:
