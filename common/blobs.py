@@ -9,6 +9,7 @@ import errno
 import itertools
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -238,6 +239,8 @@ def blobs_at(url: str, storage_options: Sequence[str] = ()) -> Blobs:
     """
     scheme, separator, rest = url.partition("://")
     options = parse_storage_options(storage_options)
+    if not separator and re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", url):
+        raise BadInput(f"{url} lacks a slash behind the colon; write {url.replace(':/', '://', 1)}")
     if not separator or scheme == "file":
         root = Path(rest if separator else url).expanduser()
         if root.is_symlink() and not root.exists():

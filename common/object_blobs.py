@@ -61,9 +61,11 @@ class ObjectBlobs:
             )
         except ImportError as problem:
             raise BadInput(f"{self.url} needs a package that is not installed: {problem}") from None
-        except ValueError as problem:
+        # Each file system checks what it is given in its own way, and some connect at once.
+        except (ValueError, TypeError, OSError) as problem:
             raise BadInput(
-                f"{self.url} cannot be opened: {problem}; give a folder or an fsspec address"
+                f"{self.url} cannot be opened: {problem}; give a folder or an fsspec address, and "
+                "what its file system wants as --storage-option"
             ) from None
 
     def read(self, key: str) -> bytes:

@@ -153,6 +153,9 @@ def test_credentials_from_the_environment(s3_server, s3_url, monkeypatch):
     [
         ("nonsense://x", (), "nonsense://x cannot be opened"),
         ("s3://", (), "names no bucket"),
+        ("zip://x", (), "zip://x cannot be opened"),
+        ("github://c/x", (), "cannot be opened.*--storage-option"),
+        ("s3:/b/p", (), "lacks a slash behind the colon; write s3://b/p"),
         ("s3://b//p", (), "has an empty part"),
         ("s3://b/p/../q", (), "has an empty part or one of dots"),
         ("s3://b/p\\q", (), "has a backslash"),
