@@ -272,7 +272,10 @@ class Lease:
         except FileNotFoundError:
             # Between its record and its first beat.
             heard = _record_key(generation)
-        age_s = self._blobs.age_s(heard)
+        try:
+            age_s = self._blobs.age_s(heard)
+        except FileNotFoundError:
+            return  # it went with its store
         if _is_same_machine(owner):
             if _is_running(owner):
                 raise _taken(self._blobs.url, f"{owner['description']}, on this machine")

@@ -273,3 +273,16 @@ def test_lease_that_went_with_its_store_leaves_nothing(blobs):
     owner._beat()
     owner.release()
     assert blobs.list("") == []
+
+
+def test_owner_that_goes_while_it_is_looked_up_is_followed(blobs, monkeypatch):
+    Lease(blobs, beat_s=1000).acquire("owner")
+    age_s = type(blobs).age_s
+
+    def late(self, key: str) -> float:
+        for each in self.list(lease.OWNER):
+            self.delete(each)
+        return age_s(self, key)
+
+    monkeypatch.setattr(type(blobs), "age_s", late)
+    take_ownership(blobs).release()
