@@ -28,7 +28,7 @@ class ExtractConfig:
         type=click.Choice(["auto", "bfloat16", "float32"]),
     )
     data: tuple[str, ...] = option(
-        help="JSONL, JSON, Parquet or Arrow file, or hf:ID[:SUBSET[:SPLIT]]; repeatable.",
+        help="JSONL, JSON, Parquet or Arrow file or folder, or hf:ID[:SUBSET[:SPLIT]]; repeatable.",
         names=("--data", "--data-path"),
         multiple=True,
         required=True,
@@ -107,7 +107,7 @@ class ExtractConfig:
         help="GPUs that share one target, for a target that one GPU cannot hold.",
         type=click.IntRange(min=1),
     )
-    seed: int = option(0, help="Seed of the sample order.", type=click.IntRange(min=0))
+    seed: int = option(0, help="Seed of the sample order.", type=click.IntRange(0, 2**63 - 1))
     append: bool = option(False, help="Add this data to a store made from other data.")
     plan_only: bool = option(
         False, help="Write plan, tokens and target, then stop; run again for the states."

@@ -135,9 +135,27 @@ def _messages(row: Row, field: str, *, role: str, content: str) -> list[Message]
                 f"--data {row.address}: {where}.{role} is {name!r}; allowed are {allowed}"
             )
         rest = {k: v for k, v in given.items() if k not in (role, content) and v is not None}
+        if isinstance(calls := rest.get("tool_calls"), list):
+            rest["tool_calls"] = [_read_call(call) for call in calls]
         text = _content_of(row, f"{where}.{content}", given)
         messages.append({"role": known, "content": text, **rest})
     return messages
+
+
+def _read_call(call: Any) -> Any:
+    """Return a call of a tool with its arguments as a mapping, which templates expect.
+
+    OpenAI's form has them as one text of JSON; engines that serve a model read it as this does.
+    """
+    if not isinstance(call, dict):
+        return call
+    if isinstance(inner := call.get("function"), dict):
+        return {**call, "function": _read_call(inner)}
+    try:
+        arguments = json.loads(call["arguments"])
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return call
+    return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
 
 
 def _told(row: Row, messages: Sequence[Message]) -> Conversation:

@@ -58,7 +58,7 @@ class GenerateConfig:
         help="Share of probability from which tokens are drawn.",
         type=click.FloatRange(0, 1, min_open=True),
     )
-    seed: int = option(0, help="Seed of the draws.", type=click.IntRange(min=0))
+    seed: int = option(0, help="Seed of the draws.", type=click.IntRange(0, 2**63 - 1))
     batch_tokens: int = option(
         32768,
         help="Padded tokens of a batch, prompts and answers together.",

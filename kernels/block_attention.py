@@ -319,14 +319,15 @@ def block_attention(
 
     Returns:
         [N, Hq, D] in the dtype of `q`; differentiable in q and all keys and values. The kernels
-        take bfloat16, float16 and, slowly and to dimension 128, float32; head dimensions 64, 96,
-        128 and 256.
+        take bfloat16, float16 and, slowly and to dimension 128, float32; heads of 64, 96, 128, 256.
 
     Raises:
         ValueError: shapes that do not fit together, or that the kernels do not have.
     """
     _check_shapes(q, k_ctx, v_ctx, k_own, v_own, tables, window)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if not scale > 0:
+        raise ValueError(f"scale is {scale}; it must be positive")
     if not use_triton(q, implementation):
         return reference.block_attention(
             q, k_ctx, v_ctx, k_own, v_own, tables, window=window, causal=causal, scale=scale

@@ -221,6 +221,8 @@ class _Evaluator:
     def run(self, prompts: list[Prompt]) -> ServingEvaluation:
         total = sum(len(prompt.turns) for prompt in prompts)
         fields = ("prompt", "acceptance", "tok/s")
+        for prompt in prompts:
+            self._render(prompt, [])  # Too long is better said before the first answer.
         with (
             SpeculativeDecoder(
                 self._target,

@@ -149,6 +149,24 @@ def test_tools_are_told_to_the_assistant(reader: CorpusReader, tmp_path: Path, a
     assert not any("null" in text for text in texts)
 
 
+@pytest.mark.parametrize("wrap", [lambda call: {"type": "function", "function": call}, dict])
+def test_arguments_of_calls_are_mappings_to_the_template(reader, tmp_path, wrap):
+    """Also where they are JSON text, as in OpenAI's form; what is no JSON mapping is left alone."""
+    (tmp_path / "own.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% for c in m.tool_calls or () %}{{ (c.function or c).arguments|tojson }}{% endfor %}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    options = ChatOptions(chat_template=tmp_path / "own.jinja")
+    reader = replace(reader, options=options, max_length=1024)
+    given = ({"city": "Rom"}, '{"city": "Rom"}', "in Rom", "[1]")
+    calls = [wrap({"name": "f", "arguments": each}) for each in given]
+    said = {"role": "assistant", "content": "", "tool_calls": calls}
+    (row,), _ = reader.convert(rows_of({"messages": [ASKED, said]}))
+    text = reader.tokenizer.decode(row.tokens)
+    assert '{"city": "Rom"}{"city": "Rom"}"in Rom""[1]"<|im_end|>' in text
+
+
 def test_names_of_repeated_ids_are_their_own(reader: CorpusReader):
     said = [{**MESSAGES, "id": name} for name in ("a", "a", "a#2", "a", "a#2")]
     rows, _ = reader.convert(rows_of(*said))

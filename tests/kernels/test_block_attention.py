@@ -338,6 +338,8 @@ def test_bad_shapes():
         block_attention(q[:, :3], ctx, ctx, own, own, tables)
     with pytest.raises(ValueError, match="window is 0"):
         block_attention(q, ctx, ctx, own, own, tables, window=0)
+    with pytest.raises(ValueError, match="scale is 0"):
+        block_attention(q, ctx, ctx, own, own, tables, scale=0)
     with pytest.raises(ValueError, match="rows"):
         block_attention(q[:3], ctx, ctx, own[:3], own[:3], tables)
     doubles = (x.double() for x in (q, ctx, ctx, own, own))

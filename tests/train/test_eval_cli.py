@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dflash_offline.common.chat import ChatOptions, chat_identity
 from dflash_offline.common.target import load_target, load_tokenizer
-from dflash_offline.train import eval_run
+from dflash_offline.train import eval_run, serving_eval
 from dflash_offline.train.drafter import Drafter
 from dflash_offline.train.drafter_config import DrafterConfig
 from dflash_offline.train.eval_cli import main
@@ -304,6 +304,15 @@ def test_drafter_of_another_target(
 def test_too_long_prompt(case: list[str], capsys: pytest.CaptureFixture) -> None:
     assert exit_code([*case, "--max-new-tokens", "126"]) == 2
     assert "--max-new-tokens 126" in capsys.readouterr().err
+
+
+def test_too_long_prompt_behind_others(case, monkeypatch, capsys) -> None:
+    """Before the first answer."""
+    with Path(case[5]).open("a") as data:
+        data.write(json.dumps({"turns": ["w1 " * 120]}) + "\n")
+    monkeypatch.setattr(serving_eval, "SpeculativeDecoder", None)
+    assert exit_code(case) == 2
+    assert "prompt 2 has 12" in capsys.readouterr().err
 
 
 def smollm2_draft(folder: Path) -> tuple[Path, Path]:
