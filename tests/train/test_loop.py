@@ -195,7 +195,8 @@ def test_evaluations_keep_to_the_rows_of_a_pass(config, corpus_maker, tmp_path, 
         out = tmp_path / f"{rows}"
         train(config(tmp_path / "store", out, num_steps=1, rows_per_pass=rows, block_size=64))
     # A block a pass, then all three samples in one.
-    assert judged == [1] * (len(judged) - 1) + [3] and len(judged) > 6
+    assert judged == [1] * (len(judged) - 1) + [3]
+    assert len(judged) > 6
     few, many = (records(tmp_path / f"{rows}", "eval")[0] for rows in (64, 16384))
     assert few["accepted_by_position"] == many["accepted_by_position"]
     # The longest text ends before the last slot.
