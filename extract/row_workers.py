@@ -18,6 +18,7 @@ from itertools import islice
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from multiprocessing.reduction import ForkingPickler
+from traceback import format_exc
 from typing import Any
 
 from dflash_offline.common.errors import BadInput, Stopped
@@ -49,6 +50,7 @@ def map_rows(
 
     Raises:
         BadInput: as the function raised it, after the results of the rows before.
+        RuntimeError: it raised something else, whose traceback this one holds.
         Stopped: a process ended by itself.
     """
     if num_workers <= 1:
@@ -76,7 +78,7 @@ def map_rows(
 @dataclass(frozen=True)
 class _Answer:
     results: list[Any]
-    problem: BadInput | None  # of the row after the results
+    problem: BadInput | RuntimeError | None  # of the row after the results
 
 
 @dataclass(frozen=True)
@@ -141,11 +143,17 @@ def _serve(pipe: Connection) -> None:
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         function = pipe.recv()
         while True:
+            rows = pipe.recv()
             results: list[Any] = []
-            problem = None
+            problem: BadInput | RuntimeError | None = None
             try:
-                for row in pipe.recv():
+                for row in rows:
                     results.append(function(row))
             except BadInput as raised:
                 problem = raised
+            except MemoryError:
+                raise
+            # This process's boundary: a bug is told by the first one, with what led to it.
+            except Exception:
+                problem = RuntimeError(f"in a process that tokenises rows:\n{format_exc()}")
             pipe.send(_Answer(results, problem))

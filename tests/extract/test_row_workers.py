@@ -1,12 +1,13 @@
 """Rows through processes: in order, in bounded memory, errors in place, nothing left behind."""
 
 import importlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +62,14 @@ def test_bad_row_comes_after_the_rows_before_it():
 def test_lost_process_stops_the_run():
     with pytest.raises(Stopped, match="exit code 7"):
         list(map_rows(os._exit, [7] * 1000, num_workers=2))
+
+
+@pytest.mark.parametrize(("call", "row"), [(json.loads, "{"), (os.rmdir, "/nowhere")])
+def test_bug_in_a_process_comes_with_its_traceback(call: Callable[[str], object], row: str):
+    """Not as a process that was killed: the same command would end the same way."""
+    with pytest.raises(RuntimeError, match=r"(?s)Traceback.*(JSONDecodeError|/nowhere)") as told:
+        list(map_rows(call, [row], num_workers=2))
+    assert not isinstance(told.value, Stopped)
 
 
 MEETING = """
