@@ -22,11 +22,14 @@ _ROLES = {
     "chatgpt": "assistant",
     "bot": "assistant",
     "bing": "assistant",
+    "bard": "assistant",
     "model": "assistant",
     "function": "tool",
     "observation": "tool",
     "function_call": "assistant",
 }
+# What engines and other trainers call `reasoning_content`, the name that most templates read.
+_REASONING_NAMES = ("reasoning", "thinking")
 _KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 _FORMATS = "messages, conversations, turns, prompt and completion, text, or input_ids and loss_mask"
 
@@ -137,7 +140,10 @@ def _messages(row: Row, field: str, *, role: str, content: str) -> list[Message]
         rest = {k: v for k, v in given.items() if k not in (role, content) and v is not None}
         if isinstance(calls := rest.get("tool_calls"), list):
             rest["tool_calls"] = [_read_call(call) for call in calls]
-        text = _content_of(row, f"{where}.{content}", given)
+        for name in _REASONING_NAMES:
+            if isinstance(rest.get(name), str):
+                rest.setdefault("reasoning_content", rest[name])
+        text = _content_of(row, f"{where}.{content}", given | rest)
         messages.append({"role": known, "content": text, **rest})
     return messages
 

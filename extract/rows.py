@@ -135,7 +135,7 @@ def _count_file(file: Path) -> int:
 def _files(path: Path) -> list[Path]:
     with _readable(path):
         is_folder, is_file = path.is_dir(), path.is_file()
-        files = sorted(p for p in path.iterdir() if p.name.endswith(_ENDINGS)) if is_folder else []
+        files = _folder_files(path) if is_folder else []
     if is_folder:
         if not files:
             raise BadInput(f"--data {path} is a folder without {', '.join(_ENDINGS)} files")
@@ -148,6 +148,28 @@ def _files(path: Path) -> list[Path]:
     if not path.name.endswith(_ENDINGS):
         raise BadInput(f"--data {path} has an unknown ending; allowed are {', '.join(_ENDINGS)}")
     return [path]
+
+
+def _folder_files(folder: Path) -> list[Path]:
+    """Return the files of a folder that hold rows.
+
+    What `datasets` saved has two more, about the set, and may have copies of it from other steps.
+    """
+    if (folder / "dataset_dict.json").is_file():
+        splits = ", ".join(sorted(each.name for each in folder.iterdir() if each.is_dir()))
+        raise BadInput(
+            f"--data {folder} holds several splits ({splits}); give the folder of one of them"
+        )
+    files = sorted(each for each in folder.iterdir() if each.name.endswith(_ENDINGS))
+    if not {folder / "dataset_info.json", folder / "state.json"} <= set(files):
+        return files
+    try:
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        return [folder / each["filename"] for each in state["_data_files"]]
+    except (ValueError, KeyError, TypeError) as problem:
+        raise BadInput(
+            f"--data {folder} has a state.json that names no files of rows; name the files"
+        ) from problem
 
 
 def _stem(file: Path) -> str:

@@ -49,6 +49,7 @@ def supervised_text(reader: CorpusReader, row: TokenRow) -> str:
     [
         MESSAGES,
         {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]},
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "bard", "value": "Hello."}]},
         {"conversations": [ASKED, SAID]},
         {"turns": ["Hi"], "answers": ["Hello."]},
         {"prompt": [ASKED], "completion": [SAID]},
@@ -59,7 +60,7 @@ def supervised_text(reader: CorpusReader, row: TokenRow) -> str:
             ]
         },
     ],
-    ids=["openai", "sharegpt", "roles", "turns", "conversational-completion", "parts"],
+    ids=["openai", "sharegpt", "bard", "roles", "turns", "conversational-completion", "parts"],
 )
 def test_conversations_of_every_format(reader: CorpusReader, values: dict):
     (row,), _ = reader.convert(rows_of(values))
@@ -165,6 +166,20 @@ def test_arguments_of_calls_are_mappings_to_the_template(reader, tmp_path, wrap)
     (row,), _ = reader.convert(rows_of({"messages": [ASKED, said]}))
     text = reader.tokenizer.decode(row.tokens)
     assert '{"city": "Rom"}{"city": "Rom"}"in Rom""[1]"<|im_end|>' in text
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_under_any_name_reaches_the_template(reader, tmp_path, name):
+    (tmp_path / "own.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+        "{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    reader = replace(reader, options=ChatOptions(chat_template=tmp_path / "own.jinja"))
+    (row,), _ = reader.convert(rows_of({"messages": [ASKED, SAID | {name: "Hm."}]}))
+    assert supervised_text(reader, row) == "<think>Hm.</think>Hello.<|im_end|>"
+    assert (row.mask & LossMask.REASONING).any()
 
 
 def test_names_of_repeated_ids_are_their_own(reader: CorpusReader):
@@ -343,6 +358,27 @@ def test_files_of_every_kind(tmp_path: Path, name: str):
     assert rows[1].address == f"{tmp_path / name} row 2"
     assert rows[1].source == name.split(".")[0]
     assert [row.values for row in read_rows(str(tmp_path))] == expected
+
+
+def test_folder_that_datasets_saved(tmp_path: Path):
+    """As `Dataset.save_to_disk` leaves it, after `map` left a copy of its own beside the rows."""
+    folder = tmp_path / "train"
+    folder.mkdir()
+    rows = [{"input_ids": [1, 2, i], "loss_mask": [0, 1, 1], "seq_len": 3} for i in range(4)]
+    names = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
+    for name, part in zip(names, (rows[:2], rows[2:]), strict=True):
+        write_rows(folder / name, part)
+    write_rows(folder / "cache-01.arrow", rows)
+    (folder / "dataset_info.json").write_text('{"features": {}}')
+    state = {"_data_files": [{"filename": name} for name in names], "_split": None}
+    (folder / "state.json").write_text(json.dumps(state))
+    assert [row.values for row in read_rows(str(folder))] == rows
+    (folder / "state.json").write_text("{}")
+    with pytest.raises(BadInput, match="train has a state.json that names no files"):
+        list(read_rows(str(folder)))
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    with pytest.raises(BadInput, match=r"several splits \(train\); give the folder of one"):
+        list(read_rows(str(tmp_path)))
 
 
 @pytest.mark.parametrize(
