@@ -146,7 +146,7 @@ class Run:
         with self._clock.phase("data"):
             given = stream.next()
         self._lr = self._config.lr * lr_factor(
-            self._progress(), warmup_frac=self._config.warmup, kind=self._config.lr_schedule
+            *self._progress(), warmup_frac=self._config.warmup, kind=self._config.lr_schedule
         )
         totals, norm, skipped = train_step(
             self._setup, self._optimizer, given, lr=self._lr, clock=self._clock
@@ -173,12 +173,15 @@ class Run:
             damaged_samples=given.num_damaged,
         )
 
-    def _progress(self) -> float:
-        """Return how much of the run is over at the end of the coming step."""
-        if self._setup.num_steps is None:
-            assert self._config.max_minutes is not None, "nothing ends the run"
-            return max(1e-9, self._state.elapsed_s / (60 * self._config.max_minutes))
-        return (self._state.step + 1) / self._setup.num_steps
+    def _progress(self) -> tuple[float, float]:
+        """Return how much of the run is over before and after the coming step."""
+        step, num_steps = self._state.step, self._setup.num_steps
+        if num_steps is not None:
+            return step / num_steps, (step + 1) / num_steps
+        assert self._config.max_minutes is not None, "nothing ends the run"
+        # How long the step will take is not known.
+        before = self._state.elapsed_s / (60 * self._config.max_minutes)
+        return before, max(1e-9, before)
 
     def _is_over(self) -> bool:
         limit = self._config.max_minutes

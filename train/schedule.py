@@ -15,27 +15,30 @@ SCHEDULES = (COSINE, WSD, CONSTANT)
 _WSD_DECAY_FRAC = 0.2
 
 
-def lr_factor(progress: float, *, warmup_frac: float, kind: str = COSINE) -> float:
-    """Return the factor at a point of the run.
+def lr_factor(begin: float, end: float, *, warmup_frac: float, kind: str = COSINE) -> float:
+    """Return the factor of one step.
+
+    The rate rises with the end of steps and falls with their begin: neither the first step nor the
+    last one is lost.
 
     Args:
-        progress: share of the run that is over at the end of the step, in (0, 1].
+        begin, end: shares of the run that are over before the step and after it, in [0, 1].
         warmup_frac: share over which the rate rises linearly from 0.
         kind: `cosine` to 0, `wsd` (flat, then linear to 0 over the last fifth) or `constant`.
 
     Returns:
         A factor in [0, 1].
     """
-    progress = min(1.0, max(0.0, progress))
-    if progress < warmup_frac:
-        return progress / warmup_frac
+    if end < warmup_frac:
+        return end / warmup_frac
     if kind == CONSTANT:
         return 1.0
+    left = min(1.0, max(0.0, 1.0 - begin))
+    falling = max(1e-12, 1.0 - warmup_frac)
     if kind == WSD:
-        return min(1.0, (1.0 - progress) / _WSD_DECAY_FRAC)
+        return min(1.0, left / min(_WSD_DECAY_FRAC, falling))
     assert kind == COSINE, f"schedule is {kind}"
-    after = (progress - warmup_frac) / max(1e-12, 1.0 - warmup_frac)
-    return 0.5 * (1.0 + math.cos(math.pi * after))
+    return 0.5 * (1.0 - math.cos(math.pi * min(1.0, left / falling)))
 
 
 @dataclass(frozen=True)
