@@ -235,13 +235,19 @@ def blobs_at(url: str, storage_options: Sequence[str] = ()) -> Blobs:
             text otherwise.
 
     Raises:
-        BadInput: the scheme is unknown, its package is not installed, or an option is malformed.
+        BadInput: the scheme is unknown, its package is not installed, an option is malformed, or
+            options are given for a folder, which has none.
     """
     scheme, separator, rest = url.partition("://")
     options = parse_storage_options(storage_options)
     if not separator and re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", url):
         raise BadInput(f"{url} lacks a slash behind the colon; write {url.replace(':/', '://', 1)}")
-    if not separator or scheme == "file":
+    if _is_folder(url):
+        if options:
+            raise BadInput(
+                f"--storage-option {next(iter(options))}=… says nothing of {url}, which is a "
+                "folder; leave it out, or give an address such as s3://bucket/prefix"
+            )
         root = Path(rest if separator else url).expanduser()
         if root.is_symlink() and not root.exists():
             raise BadInput(f"{url} is a link to nothing ({root.readlink()}); is the disk mounted?")
@@ -256,6 +262,20 @@ def blobs_at(url: str, storage_options: Sequence[str] = ()) -> Blobs:
     from dflash_offline.common.object_blobs import ObjectBlobs
 
     return ObjectBlobs(url, options)
+
+
+def options_by_address(urls: Sequence[str], storage_options: Sequence[str]) -> list[Sequence[str]]:
+    """Return the options of each of a command's addresses: folders beside other storage have none.
+
+    Where all are folders, each gets them, and `blobs_at` refuses.
+    """
+    all_folders = all(map(_is_folder, urls))
+    return [() if _is_folder(url) and not all_folders else storage_options for url in urls]
+
+
+def _is_folder(url: str) -> bool:
+    scheme, separator, _ = url.partition("://")
+    return not separator or scheme == "file"
 
 
 def in_parallel(blobs: Blobs, function: Callable[[T], R], items: Sequence[T]) -> list[R]:

@@ -13,7 +13,7 @@ import click
 import numpy as np
 from rich.progress import track
 
-from dflash_offline.common.blobs import Blobs, blobs_at
+from dflash_offline.common.blobs import Blobs, blobs_at, options_by_address
 from dflash_offline.common.cache import Cache, open_cache
 from dflash_offline.common.cache_cli import CopyConfig
 from dflash_offline.common.cache_verify import find_file_problems, read_checked
@@ -63,11 +63,13 @@ def copy(config: CopyConfig) -> None:
         BadInput: the destination holds something else.
         DamagedStore: a byte of the source is not what was written.
     """
-    cache = open_cache(config.source, partial=True, storage_options=config.storage_option)
+    addresses = (config.source, config.destination)
+    of_source, of_copy = options_by_address(addresses, config.storage_option)
+    cache = open_cache(config.source, partial=True, storage_options=of_source)
     if config.codec is None and config.layers is None and config.where is None:
-        count = _copy_objects(cache, config.destination, config.storage_option)
+        count = _copy_objects(cache, config.destination, of_copy)
     else:
-        count = _copy_content(cache, config)
+        count = _copy_content(cache, config, of_copy)
     click.echo(f"{config.destination}: {count} packs, every byte checked")
 
 
@@ -150,7 +152,7 @@ def _copy_object(source: Blobs, destination: Blobs, key: str) -> None:
     )
 
 
-def _copy_content(cache: Cache, config: CopyConfig) -> int:
+def _copy_content(cache: Cache, config: CopyConfig, storage_options: Sequence[str]) -> int:
     """Make a new store from decoded documents."""
     layers = _wanted_layers(cache, config.layers)
     schema = replace(cache.schema, layers=layers, codec=config.codec or cache.schema.codec)
@@ -166,7 +168,7 @@ def _copy_content(cache: Cache, config: CopyConfig) -> int:
         masks=[mask for _, mask in rows],
         target_files=_target_files(cache),
         options={**cache.options, "copied_from": config.source},
-        storage_options=config.storage_option,
+        storage_options=storage_options,
     ) as store:
         _calibrate(store, cache, list(itertools.chain.from_iterable(groups)))
         todo = sorted(set(range(plan.num_packs)) - store.committed)

@@ -45,6 +45,10 @@ class Ownership(Protocol):
         """Take ownership; raises `BadInput` that names the owner when another live run has it."""
         ...
 
+    def refuse_if_taken(self) -> None:
+        """Raise what `acquire` would now, without taking or writing anything."""
+        ...
+
     def check(self) -> None:
         """Raise `Stopped` when ownership was lost or given back."""
         ...
@@ -79,6 +83,15 @@ def take_ownership(blobs: Blobs) -> Ownership:
     if lost:
         click.echo(f"warning: {lost}", err=True)
     return lock
+
+
+def refuse_second_run(blobs: Blobs) -> None:
+    """Refuse a store that another run writes, before the work that ownership is taken for.
+
+    Raises:
+        BadInput: as `take_ownership`.
+    """
+    _lock_for(blobs).refuse_if_taken()
 
 
 def _lock_for(blobs: Blobs) -> Ownership:
@@ -147,6 +160,19 @@ class LocalLock:
         os.pwrite(descriptor, self.claim.encode(), 0)
         self._descriptor = descriptor
 
+    def refuse_if_taken(self) -> None:
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as owner:
+            try:
+                # Shared, so that two that ask at once do not refuse each other.
+                fcntl.flock(owner, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise _taken(str(self.path.parent), self.describe(self.standing())) from None
+            except OSError as problem:
+                if problem.errno not in _NO_LOCKS:
+                    raise
+
     def check(self) -> None:
         if self._descriptor is None:
             raise _given_back(str(self.path.parent))
@@ -198,6 +224,11 @@ class Lease:
         self._drop_older(generation)
         self._thread = threading.Thread(target=self._keep_alive, daemon=True, name="store-lease")
         self._thread.start()
+
+    def refuse_if_taken(self) -> None:
+        highest = self._highest()
+        if highest is not None:
+            self._refuse_if_alive(highest)
 
     def check(self) -> None:
         if self._generation is None:

@@ -16,8 +16,14 @@ def extract(config: ExtractConfig) -> None:
     """Run `dflash-extract`: here, or with one process for each GPU that `--gpus` asks for.
 
     Raises:
-        BadInput: `--gpus` in a job that another launcher has started, or an impossible `--tp`.
+        BadInput: `--gpus` in a job that another launcher has started, an impossible `--tp`, or both
+            `--dry-run` and `--plan-only`.
     """
+    if config.dry_run and config.plan_only:
+        raise BadInput(
+            "--dry-run and --plan-only cannot be had together, since one writes nothing and the "
+            "other a plan; leave one out"
+        )
     place = place_in(os.environ)
     if place is not None:
         refuse_gpus(config.gpus)

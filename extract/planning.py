@@ -21,6 +21,7 @@ from dflash_offline.common.errors import BadInput
 from dflash_offline.common.identity import Identity, Scalar
 from dflash_offline.common.launch import count_workers
 from dflash_offline.common.layer_ids import resolve_layers
+from dflash_offline.common.lease import refuse_second_run
 from dflash_offline.common.local_copy import cache_folder
 from dflash_offline.common.store import MANIFEST_KEY, Plan, Schema, exists
 from dflash_offline.common.store_checks import refuse_early, refuse_unwritable
@@ -192,6 +193,7 @@ def plan_extraction(config: ExtractConfig, device: torch.device, free: FreeMemor
     reader, schema = prepared.reader, prepared.schema
     blobs = blobs_at(config.out, config.storage_option)
     refuse_unwritable(blobs)
+    refuse_second_run(blobs)
     known = _known_identity(config, prepared, blobs)
     refuse_early(blobs, known, append=config.append)
     states, facts = list(map(data_state, config.data)), row_facts(reader)

@@ -4,6 +4,7 @@ import warnings
 
 import numpy as np
 
+from dflash_offline.common.blobs import options_by_address
 from dflash_offline.common.cache import Cache, open_cache
 from dflash_offline.common.errors import BadInput, DamagedStore
 from dflash_offline.common.identity import MIX, Scalar, compare
@@ -22,15 +23,16 @@ def open_caches(config: TrainConfig) -> list[Cache]:
     Raises:
         BadInput: no store there, an unfinished one, another target, or no teacher where one is due.
     """
+    by_address = options_by_address(config.cache, config.storage_option)
     caches = [
         open_cache(
             url,
             partial=config.partial,
-            storage_options=config.storage_option,
+            storage_options=options,
             read_cache=config.read_cache,
             read_cache_gb=config.read_cache_gb,
         )
-        for url in config.cache
+        for url, options in zip(config.cache, by_address, strict=True)
     ]
     for url, cache in zip(config.cache[1:], caches[1:], strict=True):
         where = f"--cache {url}, to be mixed with {config.cache[0]},"

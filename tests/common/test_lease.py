@@ -12,7 +12,7 @@ import pytest
 from dflash_offline.common import lease, store_writer
 from dflash_offline.common.blobs import Blobs, LocalBlobs, blobs_at
 from dflash_offline.common.errors import BadInput, Stopped
-from dflash_offline.common.lease import Lease, LocalLock, take_ownership
+from dflash_offline.common.lease import Lease, LocalLock, refuse_second_run, take_ownership
 from dflash_offline.common.object_blobs import ObjectBlobs
 from dflash_offline.common.store import COMMIT, FEATURES, commit_key
 from dflash_offline.common.store_writer import Store
@@ -47,6 +47,18 @@ def test_second_live_run_is_refused(blobs):
     take_ownership(blobs).release()
     names = [key.rpartition("/")[2] for key in blobs.list(lease.OWNER)]
     assert names == ["00000001.beat", "00000001.json"], "older generations are gone"
+
+
+@pytest.mark.parametrize("kind", ["folder", "memory"])
+def test_second_run_is_seen_before_it_begins(kind, tmp_path):
+    blobs = blobs_at(str(tmp_path) if kind == "folder" else f"memory://{tmp_path}")
+    refuse_second_run(blobs)
+    assert blobs.list("") == [], "nothing is written"
+    first = take_ownership(blobs)
+    with pytest.raises(BadInput, match=rf"another live run \(process {os.getpid()} on "):
+        refuse_second_run(blobs)
+    first.release()
+    refuse_second_run(blobs)
 
 
 def test_dead_process_of_this_machine_is_followed_at_once(blobs):

@@ -11,6 +11,7 @@ import pytest
 from dflash_offline.common import blobs as blobs_module
 from dflash_offline.common import checkpoint_files, store_checks
 from dflash_offline.common.store_writer import Store
+from dflash_offline.extract import planning as planning_module
 from dflash_offline.extract import run as run_module
 from dflash_offline.extract.cli import main as extract_command
 
@@ -72,6 +73,9 @@ def refuse(tiny_target, write_corpus, run, tmp_path, capsys):
         (("--chat-template-arg", "thinking"), "--chat-template-arg thinking is not name=value"),
         (("--overlong", "keep"), "--overlong"),
         (("--no-such-option",), "--no-such-option"),
+        (("--dry-run", "--plan-only"), "--dry-run and --plan-only cannot be had together"),
+        (("--storage-option", "key=a"), "--storage-option key=… says nothing of .*/store, which"),
+        (("--dry-run", "--storage-option", "key=a"), "--storage-option key=… says nothing of"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else "",
 )
@@ -174,11 +178,14 @@ def test_store_of_a_newer_format(refuse, tiny_target, write_corpus, run, tmp_pat
     assert "store format 2" in refuse()
 
 
-def test_second_live_run(refuse, tiny_target, write_corpus, run, tmp_path):
+def test_second_live_run(refuse, tiny_target, write_corpus, run, tmp_path, monkeypatch):
+    """Before the corpus is read; a store that its run has left is nobody's."""
     args = ("--target", tiny_target, "--data", write_corpus(4), "--out", tmp_path / "store")
     assert run(extract_command, *args) == 0
+    assert run(extract_command, *args) == 0
+    monkeypatch.setattr(planning_module, "row_facts", None)
     with Store.open(str(tmp_path / "store")):
-        assert "process" in refuse()
+        assert "is being written by another live run (process" in refuse()
 
 
 def test_too_little_disk(refuse, monkeypatch):
