@@ -80,7 +80,11 @@ def _rows(
     else:
         valid = (labels >= 0) & (labels < t.shape[1])
         column = labels.clamp(0, t.shape[1] - 1)[:, None]
-        nll = -log_p.gather(1, column)[:, 0]
+        is_best = s.gather(1, column) == s.amax(dim=1, keepdim=True)
+        others = p.scatter(1, column, 0).sum(dim=1, keepdim=True)
+        # log1p keeps the loss of a row whose label has almost all of the mass.
+        certain = torch.log1p(others / p.gather(1, column))
+        nll = torch.where(is_best, certain, -log_p.gather(1, column))[:, 0]
         out.nll.copy_(torch.where(valid, nll, float("nan")))
         out.loss.copy_(torch.where(valid, out.loss + options.ce_weight * out.nll, float("nan")))
     if not options.with_grad:

@@ -103,6 +103,16 @@ def test_linear_kl(implementation, dtype, tolerance, mix, columns):
     check(*both(*inputs, implementation=implementation, **mix), tolerance=tolerance)
 
 
+@pytest.mark.parametrize("implementation", ["reference", "triton"] if HAS_TRITON else ["reference"])
+def test_the_loss_of_a_label_that_is_almost_certain(implementation):
+    _, weight, teacher, labels, _ = problem(3, 32, 129, dtype=torch.float32)
+    x, options = 30 * weight[labels], {"labels": labels, **MIX}
+    result = linear_kl(x, weight, teacher, implementation=implementation, **options)
+    expected = reference_kl(x.double(), weight.double(), teacher.double(), **options)
+    assert 0 < float(expected.nll.min()) < 1e-8
+    torch.testing.assert_close(result.nll.double(), expected.nll, rtol=1e-2, atol=0)
+
+
 @pytest.mark.parametrize(
     "options",
     [
