@@ -21,6 +21,7 @@ from dflash_offline.common.cache import Cache, open_cache
 from dflash_offline.common.cache_cli import VerifyConfig
 from dflash_offline.common.codecs import codec_named
 from dflash_offline.common.errors import DamagedStore, FoundProblems
+from dflash_offline.common.options import FAILING_DISK
 from dflash_offline.common.pack_index import damaged_indexes
 from dflash_offline.common.records import REMOVED
 from dflash_offline.common.shards import BadShard, decode_chunk, index_bytes, parse_index
@@ -54,7 +55,8 @@ def verify(config: VerifyConfig) -> None:
         click.echo(problem)
     if problems:
         raise FoundProblems(
-            f"{len(problems)} problems in {config.url}; dflash-cache repair gives up broken packs"
+            f"{len(problems)} problems in {config.url}; dflash-cache repair gives up broken packs, "
+            "but none for a disk that fails"
         )
     kind = "every byte" if config.deep else "records and sizes"
     packs = f"{len(cache.packs)} of {cache.plan.num_packs} packs"
@@ -65,7 +67,8 @@ def find_problems(
     cache: Cache, *, deep: bool, threads: int = 1, progress: bool = False
 ) -> list[str]:
     """Return one line for each problem: `pack P, array A (key): …` or `FILE: …`."""
-    check = partial(_pack_problems, cache, _planned_tokens(cache), deep=deep)
+    planned = _planned_tokens(cache)
+    check = partial(_pack_problems, cache, planned, deep=deep, reports_failing=True)
     with ThreadPoolExecutor(threads) as pool:
         results = pool.map(check, cache.packs)
         if progress:
@@ -75,7 +78,11 @@ def find_problems(
 
 
 def broken_packs(cache: Cache) -> dict[int, str]:
-    """Return the packs that cannot be read, with the first reason; reads every byte."""
+    """Return the packs that are not what was written, with the first reason; reads every byte.
+
+    Raises:
+        OSError: the disk, or the way to it, fails; what lies there may be whole.
+    """
     tokens = _planned_tokens(cache)
     found = ((pack, _pack_problems(cache, tokens, pack, deep=True)) for pack in cache.packs)
     return {pack: lines[0] for pack, lines in found if lines}
@@ -106,6 +113,8 @@ def find_file_problems(cache: Cache, *, deep: bool) -> Iterator[str]:
                 yield f"{key}: differs from the manifest"
         except FileNotFoundError:
             yield f"{key}: missing"
+        except OSError as problem:
+            yield f"{key}: {_unreadable(problem)}"
 
 
 def _sha256_of(blobs: Blobs, key: str) -> str:
@@ -122,13 +131,29 @@ def _planned_tokens(cache: Cache) -> list[dict[str, Any]]:
     return read_plan(cache.blobs, batches=False)[1]
 
 
+def _unreadable(problem: OSError) -> str:
+    """Return what a failing disk is told as; other problems are raised again."""
+    if problem.errno not in FAILING_DISK:
+        raise problem
+    return f"cannot be read ({problem.strerror}); the disk, or the way to it, fails"
+
+
 def _pack_problems(
-    cache: Cache, planned: Sequence[Mapping[str, Any]], pack: int, *, deep: bool
+    cache: Cache,
+    planned: Sequence[Mapping[str, Any]],
+    pack: int,
+    *,
+    deep: bool,
+    reports_failing: bool = False,
 ) -> list[str]:
     try:
         record = cache.record(pack)
     except DamagedStore as problem:
         return [str(problem)]
+    except OSError as problem:
+        if not reports_failing:
+            raise
+        return [f"pack {pack}: {commit_key(pack)} {_unreadable(problem)}"]
     arrays, problems = record["arrays"], []
     # Where samples were removed, the tokens are not those of the plan.
     if REMOVED not in record["quarantined"].values() and any(
@@ -149,6 +174,10 @@ def _pack_problems(
             problems.append(f"pack {pack}, array {name} ({key}): missing")
         except DamagedStore as problem:
             problems.append(str(problem))
+        except OSError as problem:
+            if not reports_failing:
+                raise
+            problems.append(f"pack {pack}, array {name} ({key}): {_unreadable(problem)}")
     return problems
 
 

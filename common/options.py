@@ -24,7 +24,7 @@ from dflash_offline.common.errors import BadInput, DamagedStore, FoundProblems, 
 
 EXIT_BUG = 70
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-_FAILING = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EREMOTEIO)
+FAILING_DISK = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EREMOTEIO)
 
 
 def option(
@@ -179,7 +179,7 @@ def exit_code_of(cli: click.Command, args: list[str] | None = None) -> int:
         if isinstance(problem, OSError) and problem.errno in _NO_ROOM:
             _complain(f"{problem}: what is committed is safe; free space and run the same command")
             return Stopped.exit_code
-        if isinstance(problem, OSError) and problem.errno in _FAILING:
+        if isinstance(problem, OSError) and problem.errno in FAILING_DISK:
             _complain(
                 f"{problem}: the disk, or the way to it, fails; what is committed is safe, run the "
                 "same command once it works"

@@ -104,7 +104,10 @@ def append_plan(blobs: Blobs, new: NewPlan) -> None:
     planned, _ = read_plan(blobs, batches=False)
     first_pack, first_sample = planned.num_packs, len(planned.samples)
     if any((pack_of(key) or 0) >= first_pack for key in blobs.list(COMMIT)):
-        raise DamagedStore(f"{manifest_key(count_plans(blobs))} of {blobs.url} is missing")
+        raise DamagedStore(
+            f"{manifest_key(count_plans(blobs))} of {blobs.url} is missing, though packs of its "
+            f"plan are there; {records.COPY_OR_ANEW}"
+        )
     total = first_pack + new.plan.num_packs
     number = count_plans(blobs)
     leftovers = [

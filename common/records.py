@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 # Why a sample that `dflash-cache rm` took is quarantined: nothing is wrong with its pack.
 REMOVED = "removed"
 PLAN_FILES = ("samples.parquet", "batches.parquet", "plan.json")
+# What helps where a file is lost that no run writes again.
+COPY_OR_ANEW = "take the file from a copy of the store, or extract anew"
 _SEAL = b',"sha256":"%b"}\n'
 _COPY_BYTES = 16 << 20
 
@@ -104,6 +106,18 @@ def parse_commit(content: bytes, where: str) -> dict[str, Any]:
 def manifest(digests: Mapping[str, str]) -> bytes:
     """Return the manifest of the files that no pack changes: key to SHA-256."""
     return seal({"files": dict(sorted(digests.items()))})
+
+
+def parse_manifest(content: bytes, where: str) -> dict[str, str]:
+    """Return what `manifest` wrote.
+
+    Raises:
+        DamagedStore: it is something else.
+    """
+    try:
+        return unseal(content, where)["files"]
+    except DamagedStore as problem:
+        raise DamagedStore(f"{problem}; {COPY_OR_ANEW}") from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -370,7 +370,7 @@ def stated_digests(blobs: Blobs, *, required: bool = False) -> dict[str, str]:
     """
     stated: dict[str, str] = {}  # a later plan's has the newer digest of what an append replaced
     for key in map(manifest_key, range(count_plans(blobs))):
-        stated |= records.unseal(blobs.read(key), key)["files"]
+        stated |= records.parse_manifest(blobs.read(key), key)
     if required and not stated:
         raise DamagedStore(f"{MANIFEST_KEY} is missing")
     return stated

@@ -96,7 +96,10 @@ def _begun_header(blobs: Blobs) -> Header | None:
     if not exists(blobs, MANIFEST_KEY):
         # Packs come after it, so a store that has some is damaged, not new.
         if blobs.list(COMMIT):
-            raise DamagedStore(f"{MANIFEST_KEY} of {blobs.url} is missing")
+            raise DamagedStore(
+                f"{MANIFEST_KEY} of {blobs.url} is missing, though packs of its plan are there; "
+                f"{records.COPY_OR_ANEW}"
+            )
         return None
     return header
 

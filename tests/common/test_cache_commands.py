@@ -1,5 +1,6 @@
 """dflash-cache as a user runs it: exit codes, what it prints, what it changes."""
 
+import errno
 import io
 import json
 import os
@@ -87,6 +88,33 @@ def test_verify_finds_every_kind_of_damage(small_store, capsys):
     assert run("verify", url) == 1
     assert "array features (features/c/3/0/0/0): missing" in capsys.readouterr().out
     assert end
+
+
+def test_failing_disk_is_told_pack_by_pack_and_costs_none(small_store, capsys, monkeypatch):
+    url, _ = small_store
+    bad = [shard_key(FEATURES, 1), commit_key(2), shard_key(TOKENS, 3), "target/config.json"]
+
+    def failing(name: str):
+        real = getattr(LocalBlobs, name)
+
+        def read(self, key: str, *given: int) -> bytes:
+            if key in bad:
+                raise OSError(errno.EIO, "Input/output error", key)
+            return real(self, key, *given)
+
+        return read
+
+    with monkeypatch.context() as disk:
+        for name in ("read", "read_range"):
+            disk.setattr(LocalBlobs, name, failing(name))
+        assert run("verify", "--deep", url) == 1
+        streams = capsys.readouterr()
+        lines = streams.out.strip().splitlines()
+        assert [sum(key in line for line in lines) for key in bad] == [1] * 4
+        assert all("cannot be read (Input/output error); the disk" in line for line in lines)
+        assert "4 problems" in streams.err
+        assert run("repair", url) == 3
+    assert run("verify", "--deep", url) == 0
 
 
 def test_verify_says_how_much_is_there(small_store, capsys):

@@ -151,10 +151,15 @@ def test_packs_of_a_plan_that_is_not_there(tmp_path, corpus_maker):
     cache = open_cache(str(tmp_path / "s"))
     assert cache.packs == [0, 1, 2, 3]
     assert "plan/1/manifest.json: missing, though 4 packs" in find_problems(cache, deep=False)[0]
-    with pytest.raises(DamagedStore, match="plan/1/manifest.json of .* is missing"):
+    words = "plan/1/manifest.json of .* is missing, .* take the file from a copy of the store"
+    with pytest.raises(DamagedStore, match=words):
         corpus_maker(seed=2).open(tmp_path / "s", append=True)
     with pytest.raises(FoundProblems):
         repair(RepairConfig(url=str(tmp_path / "s")))
+    manifest.write_bytes(content[:-9])
+    words = "plan/1/manifest.json does not match its own checksum; take the file from a copy"
+    with pytest.raises(DamagedStore, match=words):
+        corpus_maker(seed=2).open(tmp_path / "s", append=True)
     manifest.write_bytes(content)
     with second.open(tmp_path / "s", append=True) as store:
         assert len(store.committed) == 8, "nothing was given up"
