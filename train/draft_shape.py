@@ -15,7 +15,7 @@ import torch
 from dflash_offline.common.cache import Cache
 from dflash_offline.common.errors import BadInput
 from dflash_offline.kernels.block_attention import HEAD_DIMS, MAX_DIM_4_BYTES, MAX_RATIO
-from dflash_offline.train.drafter_config import DrafterConfig, check_kinds
+from dflash_offline.train.drafter_config import FIXED, REPEATED, DrafterConfig, check_kinds
 from dflash_offline.train.target_head import TargetHead, text_config
 
 DEFAULT_LAYERS = 5
@@ -165,7 +165,7 @@ def check_kept(shape: DrafterConfig, wishes: ShapeWishes) -> None:
     made = shape.to_json()
     neutral = {"causal": made.get("is_causal"), "output_multiplier": 1.0}
     neutral["input_embedding_scale"] = 1.0
-    overridden = {"dflash_config", "mask_token_id"}
+    overridden = {"dflash_config", "mask_token_id", *FIXED, *REPEATED}
     if wishes.draft_layers is not None:
         overridden |= {"num_hidden_layers", "layer_types"}
     if wishes.block_size is not None:
@@ -255,7 +255,8 @@ def read_draft_config(path: Path | None) -> dict[str, Any]:
 
 def _merge(base: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Lay a file over the defaults; what depends on a given key does not keep its default."""
-    unknown = sorted(set(given) - set(base) - _IGNORED_KEYS - {"is_causal"})
+    known = set(base) | _IGNORED_KEYS | set(FIXED) | set(REPEATED) | {"is_causal"}
+    unknown = sorted(set(given) - known)
     if unknown:
         raise BadInput(f"--draft-config sets {unknown[0]}, which a DFlash drafter has not; drop it")
     special = given.get("dflash_config") or {}

@@ -25,9 +25,23 @@ _NUMBERS = {
     "final_logit_softcapping", "input_embedding_scale",
 }  # fmt: skip
 _COUNTS = {"mask_token_id", "num_target_layers", "sliding_window", "max_position_embeddings"}
-_SWITCHES = {"is_causal", "causal", "sample_from_anchor", "use_sliding_window", "attention_bias"}
+_SWITCHES = {
+    "is_causal", "causal", "sample_from_anchor", "query_zero_predicts_next",
+    "use_sliding_window", "attention_bias",
+}  # fmt: skip
 _OBJECTS = {"dflash_config", "rope_parameters", "rope_scaling"}
 _LISTS = {"target_layer_ids": int, "layer_types": str, "architectures": str}
+# Keys of other drafters, at the top or in dflash_config, with the one value that means this one.
+FIXED: dict[str, Any] = {
+    "hidden_act": "silu", "attention_bias": False, "use_qk_norm": True,
+    "is_neox_style": True, "rope_is_neox_style": True, "use_aux_hidden_state": True,
+    "attention_sink_bias": False, "add_swa_attention_sink_bias": False,
+    "attention_value_scale": 1.0, "conv_kernel_size": 0, "conv_group_size": 0,
+    "selector_rank": 0, "selector_top_k": 0, "markov_rank": 0, "projector_type": None,
+    "quantization_config": None,
+}  # fmt: skip
+# Keys that repeat another one, and that one.
+REPEATED = {"draft_vocab_size": "vocab_size", "target_hidden_size": "hidden_size"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,18 +178,19 @@ class DrafterConfig:
             head_dim=_wanted(config, "head_dim"),
             vocab_size=_wanted(config, "vocab_size"),
             rope_theta=_rope_theta(config),
-            block_size=special.get("block_size") or _wanted(config, "block_size"),
-            mask_token_id=_wanted(special, "mask_token_id", "dflash_config."),
-            target_layer_ids=tuple(_wanted(special, "target_layer_ids", "dflash_config.")),
-            num_target_layers=_wanted(config, "num_target_layers"),
+            block_size=_either(config, "block_size"),
+            mask_token_id=_either(config, "mask_token_id"),
+            target_layer_ids=tuple(_either(config, "target_layer_ids")),
+            num_target_layers=_either(config, "num_target_layers"),
             rms_norm_eps=config.get("rms_norm_eps") or 1e-6,
             max_position_embeddings=config.get("max_position_embeddings", 40960),
             initializer_range=config.get("initializer_range", 0.02),
             layer_types=types,
             layer_causal=_layer_causal(config, types),
             sliding_window=window if SLIDING in types else None,
-            sample_from_anchor=bool(
-                special.get("sample_from_anchor", config.get("sample_from_anchor", False))
+            # The second is DeepSpec's name.
+            sample_from_anchor=_either(
+                config, "sample_from_anchor", "query_zero_predicts_next", default=False
             ),
             output_multiplier=special.get("output_multiplier") or 1.0,
             final_logit_softcapping=special.get("final_logit_softcapping") or None,
@@ -272,6 +287,10 @@ def _check(config: DrafterConfig) -> None:
 
 
 def _refuse_other_kinds(config: Mapping[str, Any]) -> None:
+    if "speculators_model_type" in config:
+        raise BadInput(
+            "config.json of the drafter has speculators' format; give a drafter in z-lab's"
+        )
     architecture = (config.get("architectures") or ["DFlashDraftModel"])[0]
     known = ("DFlashDraftModel", "Qwen3DFlashDraftModel")
     if architecture not in known:
@@ -283,11 +302,16 @@ def _refuse_other_kinds(config: Mapping[str, Any]) -> None:
     if kind != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise BadInput(
             f"rope_parameters of the drafter: {dict(rope)} given; only the default type with full "
-            "rotary is trained here"
+            "rotary is trained here; start a new drafter"
         )
-    if config.get("attention_bias"):
-        raise BadInput("attention_bias of the drafter: true given; only false is supported")
-    if (config.get("dflash_config") or {}).get("use_swa"):
+    special = config.get("dflash_config") or {}
+    allowed = FIXED | {key: config.get(other) for key, other in REPEATED.items()}
+    for key, only in allowed.items():
+        for given in (config.get(key), special.get(key)):
+            if given not in (None, only):
+                wanted = "none" if only is None else repr(only)
+                raise BadInput(f"{key} of the drafter: {given!r} given; allowed is {wanted}")
+    if special.get("use_swa"):
         # ModelOpt's spelling; its other key and `causal` stand beside it.
         raise BadInput(
             "dflash_config.use_swa of the drafter: true given; say it with layer_types and "
@@ -314,8 +338,17 @@ def _rope_theta(config: Mapping[str, Any]) -> float:
     return float(theta)
 
 
-def _wanted(config: Mapping[str, Any], key: str, prefix: str = "") -> Any:
+def _either(config: Mapping[str, Any], *keys: str, default: Any = None) -> Any:
+    """Return what stands in dflash_config or else at the top, where engines look as well."""
+    places = (config.get("dflash_config") or {}, config)
+    found = [place[key] for key in keys for place in places if place.get(key) is not None]
+    if not found and default is None:
+        raise BadInput(f"config.json of the drafter lacks {keys[0]}; is it a DFlash drafter?")
+    return found[0] if found else default
+
+
+def _wanted(config: Mapping[str, Any], key: str) -> Any:
     value = config.get(key)
     if value is None:
-        raise BadInput(f"config.json of the drafter lacks {prefix}{key}; is it a DFlash drafter?")
+        raise BadInput(f"config.json of the drafter lacks {key}; is it a DFlash drafter?")
     return value

@@ -139,6 +139,8 @@ def test_a_released_config_is_a_file(shape_for, config_maker):
     # As SpecForge ships them.
     others = {"dtype": "bfloat16", "transformers_version": "5.0", "auto_map": {"AutoModel": "x"}}
     others |= {"bos_token_id": 1, "eos_token_id": 7, "tie_word_embeddings": True}
+    # And as later ones have them.
+    others |= {"draft_vocab_size": 97, "target_hidden_size": 64, "is_neox_style": True}
     del released["rope_parameters"], released["is_causal"]
     shape = shape_for(file=released | others | {"rope_theta": 1000000})
     assert shape.intermediate_size == 48
@@ -169,7 +171,7 @@ def test_causality_in_the_other_place(shape_for):
         ({"head_dim": 15}, {}, "head_dim"),
         ({"block_size": 65}, {}, "block_size of the drafter: 65 given, 2 to 64 allowed"),
         ({"sliding_window": 32}, {}, "sets sliding_window to 32, but"),
-        ({"hidden_act": "gelu"}, {}, "sets hidden_act to gelu"),
+        ({"hidden_act": "gelu"}, {}, "hidden_act of the drafter: 'gelu' given; allowed is 'silu'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, {}, "sets rope_scaling to"),
         ({"dflash_config": {"gamma": 3}}, {}, "sets gamma to 3"),
         ({"dflash_config": 3}, {}, "dflash_config is no JSON object"),

@@ -339,6 +339,19 @@ def test_released_configs(changes: dict[str, Any], causal: list, windows: list) 
     assert captured_layers(config.to_json()) == [2, 10, 18, 26, 34]
 
 
+def special(**keys: Any) -> dict[str, Any]:
+    return {"dflash_config": RELEASED_8B["dflash_config"] | keys}
+
+
+def test_places_and_names_that_engines_read() -> None:
+    """Both engines look at the top for what dflash_config lacks; DeepSpec names the layout."""
+    config = RELEASED_8B | RELEASED_8B["dflash_config"]
+    del config["dflash_config"]
+    assert DrafterConfig.from_json(config) == DrafterConfig.from_json(RELEASED_8B)
+    for changes in ({"query_zero_predicts_next": True}, special(query_zero_predicts_next=True)):
+        assert DrafterConfig.from_json(RELEASED_8B | changes).sample_from_anchor
+
+
 @pytest.mark.parametrize("prefix", ["", "model."])
 def test_reading_an_engines_file(exported, prefix: str, tmp_path: Path) -> None:
     """Both spellings of tensor names load; a name that means nothing here does not."""
@@ -363,8 +376,31 @@ def test_reading_an_engines_file(exported, prefix: str, tmp_path: Path) -> None:
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}, "rope"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope"),
         ({"dflash_config": {"mask_token_id": 1}}, "target_layer_ids"),
+        ({"speculators_model_type": "dflash"}, "speculators' format"),
+        ({"draft_vocab_size": 32000}, "draft_vocab_size.* allowed is 151936"),
+        ({"target_hidden_size": 5120}, "target_hidden_size.* allowed is 4096"),
+        ({"is_neox_style": False}, "is_neox_style"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        (special(attention_sink_bias=True), "attention_sink_bias"),
+        (special(attention_value_scale=0.5), "attention_value_scale"),
+        (special(projector_type="domino"), "projector_type.* allowed is none"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ],
-    ids=["other_model", "partial_rotary", "scaled_rope", "no_layers"],
+    ids=[
+        "other_model",
+        "partial_rotary",
+        "scaled_rope",
+        "no_layers",
+        "speculators",
+        "few_words",
+        "wider_target",
+        "interleaved_rotary",
+        "activation",
+        "sinks",
+        "values",
+        "domino",
+        "quantized",
+    ],
 )
 def test_unreadable_configs(changes: dict[str, Any], word: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(RELEASED_8B | changes))
