@@ -39,7 +39,7 @@ class Load:
         context: T.
         chunk_rows: C.
         head_copies: matrices [V, H] of the target: 1 where embedding and head are tied, else 2.
-        has_teacher: logits of a teacher are made beside the drafter's.
+        num_chunks: chunks of logits that exist at a time.
         optimizer: `adamw` or `muon`.
         has_average: `--ema`.
         has_noise: states are held once more, with noise.
@@ -54,7 +54,7 @@ class Load:
     context: int
     chunk_rows: int
     head_copies: int
-    has_teacher: bool = False
+    num_chunks: int = 2
     optimizer: str = "adamw"
     has_average: bool = False
     has_noise: bool = False
@@ -74,8 +74,9 @@ def memory_of(shape: DrafterConfig, load: Load) -> dict[str, int]:
     optimiser: AdamW 8 P / W, Muon 4 P / W (all but some vectors are matrices), and 4 P / W for a
     running average. activations: b N L (4 H + 3 q + 3 kv + 3 I) that backward needs, and
     3 I N b that it makes. context: b T (2 H + 5 kv L). states: T K (H b + stored), and
-    H b more with noise. logits: 2 C V b, as two chunks exist at a time, twice that with a teacher,
-    and 3 N H b of rows around them. What `--shard all` changes: see `_shared_out`.
+    H b more with noise. logits: C V b for each chunk that exists at a time, two, as many of a
+    teacher beside them and one that its labels come from, and 3 N H b of rows around them. What
+    `--shard all` changes: see `_shared_out`.
     """
     hidden, middle, layers = shape.hidden_size, shape.intermediate_size, shape.num_hidden_layers
     q = shape.num_attention_heads * shape.head_dim
@@ -102,7 +103,7 @@ def memory_of(shape: DrafterConfig, load: Load) -> dict[str, int]:
         "states": load.context
         * features
         * ((1 + load.has_noise) * hidden * each + load.stored_bytes),
-        "logits": 2 * (1 + load.has_teacher) * load.chunk_rows * shape.vocab_size * each
+        "logits": load.num_chunks * load.chunk_rows * shape.vocab_size * each
         + 3 * load.rows * hidden * each,
     }
 
@@ -262,7 +263,7 @@ def _load_of(
         context=context,
         chunk_rows=head.chunk_rows,
         head_copies=1 if head.weight is head.embed else 2,
-        has_teacher=objective.makes_target_logits,
+        num_chunks=2 * (1 + objective.makes_target_logits) + objective.finds_best_tokens,
         optimizer=config.optimizer,
         has_average=config.ema is not None,
         has_noise=config.noise > 0,

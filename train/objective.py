@@ -114,6 +114,11 @@ class Objective:
         """Whether the target's logits are made beside the drafter's."""
         return self.terms.need_teacher and not self.num_topk
 
+    @property
+    def finds_best_tokens(self) -> bool:
+        """Whether labels come from a product of the target's states with its head."""
+        return self.teacher_labels and self.needs_label and not self.num_topk
+
     def weights(self, nll: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         """Return the detached weights [A, P] for negative log-likelihoods [A, P]."""
         if self.loss == DPACE:

@@ -51,7 +51,7 @@ def row_losses(
     terms = objective.terms
     if objective.teacher_labels and isinstance(teacher, BestTokens):
         labels = teacher.ids[:, 0].long()
-    elif objective.teacher_labels and objective.needs_label:
+    elif objective.finds_best_tokens:
         assert teacher is not None, "labels of the teacher need its states"
         labels = head.best_tokens(teacher)
     if not terms.need_teacher:

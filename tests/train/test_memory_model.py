@@ -77,7 +77,7 @@ def test_parts_follow_their_causes(config_maker):
         "context": {"context": 100},
         "states": {"stored_bytes": 32},
         "target": {"head_copies": 2},
-        "logits": {"has_teacher": True},
+        "logits": {"num_chunks": 3},
     }
     for name, change in changes.items():
         changed = memory_of(shape, Load(**vars(load) | change))
@@ -114,17 +114,30 @@ def test_what_sharing_all_out_saves(config_maker):
     assert short["drafter"] == (1 + 2) * short["optimiser"] - of_pass
 
 
-@pytest.mark.parametrize(("teacher", "has_logits"), [("final", True), ("topk:5", False)])
-def test_a_teacher_of_best_tokens_has_no_logits(tmp_path, corpus_maker, teacher, has_logits):
+@pytest.mark.parametrize(
+    ("teacher", "loss", "labels", "num_chunks"),
+    [
+        ("final", "decay", "data", 2),
+        ("final", "decay", "teacher", 3),
+        ("final", "kl", "data", 4),
+        ("final", "kl", "teacher", 4),
+        ("final", "dpace,kl", "teacher", 5),
+        ("topk:5", "kl", "data", 2),
+        ("topk:5", "decay", "teacher", 2),
+    ],
+)
+def test_a_teacher_takes_chunks_of_logits(
+    tmp_path, corpus_maker, teacher, loss, labels, num_chunks
+):
     cache = corpus_maker(teacher=teacher)  # has the schema and the plan that a store has
     run = TrainConfig(cache=("store",), out=tmp_path / "run")
     head = TargetHead(embed=torch.ones(97, 64), weight=torch.ones(97, 64))
     objective = objective_of(
-        parse_loss("kl"), labels="data", block_size=4, num_topk=cache.schema.num_topk
+        parse_loss(loss), labels=labels, block_size=4, num_topk=cache.schema.num_topk
     )
     given = {"objective": objective, "head": head, "block_size": 4, "world_size": 1}
     load = _load_of(run, [cache], [[0, 1]], rows=64, **given)
-    assert load.has_teacher is has_logits
+    assert load.num_chunks == num_chunks
 
 
 def test_typical_pass():
