@@ -37,6 +37,8 @@ _DECODE_ONLY = (
     *_CHAT,
 )
 _CACHE_ONLY = ("storage_option", "partial", "supervise", "max_anchors", "rows_per_pass")
+# Quotients stay far from where fp32 ends.
+_LEAST_TEMPERATURE = 1e-3
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -95,6 +97,11 @@ def _mode(config: EvalConfig) -> str:
             raise BadInput(
                 f"--{name.replace('_', '-')} has no meaning with --{mode}; leave one of them out"
             )
+    if 0 < config.temperature < _LEAST_TEMPERATURE:
+        raise BadInput(
+            f"--temperature {config.temperature} is too little to divide logits by; give 0 for the "
+            f"best token, or {_LEAST_TEMPERATURE} to 100"
+        )
     if config.out is not None and not config.out.parent.is_dir():
         raise BadInput(f"--out {config.out}: {config.out.parent} is no folder; make it first")
     return mode

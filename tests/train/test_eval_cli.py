@@ -264,6 +264,10 @@ BAD = {
         ["--draft", "{draft}", "--target", "x", "--data", "y", "--max-anchors", "3"],
         "--max-anchors",
     ),
+    "cold": (
+        ["--draft", "{draft}", "--target", "x", "--data", "y", "--temperature", "1e-38"],
+        "give 0 for the best token",
+    ),
     "compare_with_draft": (["--compare", "a", "--compare", "b", "--draft", "{draft}"], "--draft"),
     "one_run": (["--compare", "{draft}"], "log.jsonl is missing"),
     "out_folder": (["--draft", "{draft}", "--cache", "x", "--out", "no/such/f.json"], "--out"),
