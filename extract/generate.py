@@ -33,7 +33,8 @@ def generate(config: GenerateConfig) -> None:
     options = ChatOptions.from_options(
         config.chat_template, config.chat_template_arg, config.system_prompt
     )
-    jobs = read_jobs(config.data, config.num_samples, config.num_answers)
+    prompts = read_jobs(config.data, config.num_samples, config.num_answers)
+    jobs = prompts.jobs
     kind = ServerAnswers if config.endpoint else LocalAnswers
     source = kind(config, options)
     settings = {
@@ -48,9 +49,12 @@ def generate(config: GenerateConfig) -> None:
     if todo:
         with told_of_memory("the target's device", "finished rows are safe, lower --batch-tokens"):
             _write(source, todo, answers, total=len(jobs))
-    Console(stderr=True, highlight=False, markup=False).print(
+    console = Console(stderr=True, highlight=False, markup=False)
+    console.print(
         f"{len(jobs)} answers in {config.out}, {len(jobs) - len(todo)} of them from before"
     )
+    for line in prompts.unusable_lines():
+        console.print(line)
 
 
 def _write(

@@ -5,7 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 from dflash_offline.common.errors import BadInput
@@ -83,7 +83,22 @@ class Job:
         }
 
 
-def read_jobs(specs: Sequence[str], num_prompts: int | None, num_answers: int) -> list[Job]:
+@dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """What was read: conversations to be written, and addresses of unusable rows by reason."""
+
+    jobs: list[Job]
+    unusable: dict[str, list[str]]
+
+    def unusable_lines(self) -> list[str]:
+        """Return a line for each reason."""
+        return [
+            f"rows left out: {len(rows)} ({reason}; first: --data {rows[0]})"
+            for reason, rows in self.unusable.items()
+        ]
+
+
+def read_jobs(specs: Sequence[str], num_prompts: int | None, num_answers: int) -> Prompts:
     """Return the conversations to be written, in the order of the data.
 
     Args:
@@ -92,13 +107,21 @@ def read_jobs(specs: Sequence[str], num_prompts: int | None, num_answers: int) -
         num_answers: conversations to write for each.
 
     Raises:
-        BadInput: a row that holds no question, or no rows at all.
+        BadInput: a row that is no conversation, or none with a question that can be answered.
     """
     rows = chain.from_iterable(map(read_rows, specs))
     seen: Counter[str] = Counter()
-    jobs = []
-    for row in islice(rows, num_prompts):
-        opening, questions = _questions(row)
+    unusable: dict[str, list[str]] = {}
+    jobs: list[Job] = []
+    for row in rows:
+        if num_prompts is not None and len(jobs) == num_prompts * num_answers:
+            break
+        content = _conversation(row)
+        if reason := _why_unusable(row, content):
+            unusable.setdefault(reason, []).append(row.address)
+            continue
+        questions = tuple(m for m in content.messages if m["role"] == "user")
+        opening = tuple(m for m in content.messages if m["role"] in ("system", "developer"))
         digest = hashlib.sha256(
             json.dumps([*opening, *questions], default=str).encode()
         ).hexdigest()[:16]
@@ -117,24 +140,28 @@ def read_jobs(specs: Sequence[str], num_prompts: int | None, num_answers: int) -
                     questions=questions,
                 )
             )
+    prompts = Prompts(jobs=jobs, unusable=unusable)
     if not jobs:
-        raise BadInput("--data holds no rows; give a file with at least one prompt")
-    return jobs
+        why = "; ".join(prompts.unusable_lines()) or "--data holds no rows"
+        raise BadInput(f"{why}; give a file with at least one prompt")
+    return prompts
 
 
-def _questions(row: Row) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-    if not is_unicode(row.values):
-        raise BadInput(f"--data {row.address}: {NOT_UNICODE}; repair or remove it")
+def _conversation(row: Row) -> Conversation:
     content = parse_row(row)
     if not isinstance(content, Conversation):
         raise BadInput(
             f"--data {row.address} is no conversation; to be answered a row needs messages, "
             "conversations, turns or a prompt"
         )
-    if any(message["role"] == "tool" for message in content.messages):
-        raise BadInput(f"--data {row.address} has results of tools, which cannot be written anew")
-    questions = tuple(m for m in content.messages if m["role"] == "user")
-    if not questions:
-        raise BadInput(f"--data {row.address} has no turn of the user to answer")
-    opening = tuple(m for m in content.messages if m["role"] in ("system", "developer"))
-    return opening, questions
+    return content
+
+
+def _why_unusable(row: Row, content: Conversation) -> str:
+    """Return why a conversation cannot be written by the target, nothing where it can."""
+    roles = {message["role"] for message in content.messages}
+    if not is_unicode(row.values):
+        return NOT_UNICODE
+    if "tool" in roles:
+        return "results of tools, which cannot be written anew"
+    return "" if "user" in roles else "no turn of the user to answer"

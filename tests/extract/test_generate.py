@@ -267,7 +267,7 @@ def test_another_revision_is_refused(make_target, prompts, run, tmp_path, capsys
         ('{"text": "x"}\n', "row 1 is no conversation"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}\n', "no turn of the user"),
         ('{"turns": [3]}\n', r"turns[0] is a int"),
-        ('{"turns": ["\\ud83d"]}\n', "row 1: half of a surrogate pair is no character"),
+        ('{"turns": ["\\ud83d"]}\n', "half of a surrogate pair is no character; first: --data"),
         ('{"turns": ["' + "long " * 120 + '"]}\n', "above the target's context of 512"),
     ],
     ids=["empty", "text", "no-question", "wrong-type", "no-unicode", "too-long"],
@@ -279,6 +279,21 @@ def test_bad_prompts(make_target, run, tmp_path, capsys, content, words):
     assert run(generate_command, *args, "--max-new-tokens", 4) == 2
     assert words in capsys.readouterr().err.splitlines()[-1]
     assert not out.exists() or out.read_bytes() == b""
+
+
+def test_rows_without_a_question_are_left_out(make_target, run, tmp_path, capsys):
+    """As ShareGPT has them; the others are answered, and --num-samples counts those."""
+    data, out = tmp_path / "data.jsonl", tmp_path / "answers.jsonl"
+    asked, said = {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}
+    found = [asked, said, {"from": "tool", "value": "3"}]
+    rows = [[], [said], [asked, said], found, [asked], [asked]]
+    data.write_text("".join(json.dumps({"conversations": row}) + "\n" for row in rows))
+    args = ("--target", make_target("qwen3"), "--data", data, "--out", out, "--num-samples", 2)
+    assert run(generate_command, *args, "--max-new-tokens", 3) == 0
+    assert [row["id"] for row in rows_in(out)] == ["data:2", "data:4"]
+    printed = " ".join(capsys.readouterr().err.split())
+    assert "rows left out: 2 (no turn of the user to answer; first: --data" in printed
+    assert "rows left out: 1 (results of tools, which cannot be written anew; first:" in printed
 
 
 def test_long_prompt_is_refused_before_others_are_answered(
