@@ -1,7 +1,8 @@
 """The frozen target model: where its checkpoint lies, how it is loaded, and what its parts are.
 
-Transformers' classes disagree about names (`norm`, `final_layernorm`), nesting (text part of a
-multimodal model) and config keys (logit and embedding scales); this is the one module that knows.
+Transformers' classes disagree about nesting (text part of a multimodal model) and config keys
+(logit and embedding scales), of which this is the one module that knows; names of modules are in
+target_parts.py.
 Letters: T tokens, K captured layers, H hidden, V vocabulary, N decoder layers.
 """
 
@@ -31,12 +32,11 @@ from dflash_offline.common.checkpoint_files import Checkpoint, find_checkpoint, 
 from dflash_offline.common.device_memory import has_run_out
 from dflash_offline.common.errors import BadInput, Stopped
 from dflash_offline.common.gguf_header import gguf_header_parsed_once
+from dflash_offline.common.target_parts import decoder_layers, decoder_of, parts_of
 from dflash_offline.common.weights import gathered, load_causal, load_without_layers, own_part
 
 _AUTO_MODEL = "AutoModelForCausalLM"
 _ALLOWED = "give a GGUF file, a Hugging Face folder or a hub id of a causal language model"
-_NORM_NAMES = ("norm", "final_layernorm", "final_norm", "ln_f", "norm_f")
-_LAYERS_NAMES = ("layers", "h", "blocks")
 
 
 def load_config(
@@ -220,7 +220,7 @@ def load_target(
         extra["distributed_config"] = DistributedConfig(tp_plan="auto", tp_size=tensor_parallel)
     load: Callable[..., PreTrainedModel] = load_causal
     if not layers:
-        load = functools.partial(load_without_layers, layers_of=_decoder_layers)
+        load = functools.partial(load_without_layers, layers_of=decoder_layers)
     config = _full_config(checkpoint)
     with _refusing(checkpoint, "weights", remedy=_remedy(config)):
         causal = load(checkpoint, config, dtype=dtype, **extra)
@@ -258,23 +258,7 @@ def _describe(
     shared_by: int,
 ) -> Target:
     config = causal.config.get_text_config(decoder=True)
-    base, lm_head = causal.get_decoder(), causal.get_output_embeddings()
-    if lm_head is None or lm_head.weight.shape[1] != config.hidden_size:
-        raise BadInput(
-            f"--target {checkpoint.given} is a {type(causal).__name__}, whose head is not one "
-            "matrix over the final state; use a causal language model"
-        )
-    if lm_head.bias is not None:
-        raise BadInput(
-            f"--target {checkpoint.given} has a bias on its lm_head, which drafters cannot share; "
-            "use a target without"
-        )
-    if (layers := _decoder_layers(causal)) is None:
-        raise BadInput(
-            f"--target {checkpoint.given} is a {type(base).__name__} without a list of "
-            f"{config.num_hidden_layers} decoder layers called {', '.join(_LAYERS_NAMES)}; use a "
-            "decoder-only target"
-        )
+    base, layers, norm, lm_head = parts_of(causal, checkpoint.given)
     embed_tokens = base.get_input_embeddings()
     tied = own_part(lm_head.weight).data_ptr() == own_part(embed_tokens.weight).data_ptr()
     whole: Mapping[str, torch.Tensor] = {}
@@ -293,7 +277,7 @@ def _describe(
         config=config,
         layers=layers,
         embed_tokens=embed_tokens,
-        final_norm=_final_norm(base, checkpoint),
+        final_norm=norm,
         generation_config=causal.generation_config or GenerationConfig.from_model_config(config),
         device=device,
         dtype=dtype,
@@ -347,32 +331,12 @@ def _remedy(config: PreTrainedConfig) -> str:
 def _drop_other_modalities(causal: PreTrainedModel) -> None:
     """Free the towers of a multimodal checkpoint; its text part never reads them."""
     names = {id(module): name for name, module in causal.named_modules()}
-    roots = [names[id(m)] for m in (causal.get_decoder(), causal.get_output_embeddings())]
+    roots = [names[id(m)] for m in (decoder_of(causal), causal.get_output_embeddings())]
     for name, module in causal.named_modules():
         around = any(f"{root}.".startswith(f"{name}.") or name == "" for root in roots)
         inside = any(f"{name}.".startswith(f"{root}.") for root in roots)
         if not (around or inside):
             module.to("meta")
-
-
-def _decoder_layers(causal: PreTrainedModel) -> nn.ModuleList | None:
-    base, config = causal.get_decoder(), causal.config.get_text_config(decoder=True)
-    for name in _LAYERS_NAMES:
-        layers = dict(base.named_children()).get(name)
-        if isinstance(layers, nn.ModuleList) and len(layers) == config.num_hidden_layers:
-            return layers
-    return None
-
-
-def _final_norm(base: nn.Module, checkpoint: Checkpoint) -> nn.Module:
-    children = dict(base.named_children())
-    for name in _NORM_NAMES:
-        if isinstance(getattr(children.get(name), "weight", None), nn.Parameter):
-            return children[name]
-    raise BadInput(
-        f"--target {checkpoint.given} is a {type(base).__name__} without a final norm called "
-        f"{', '.join(_NORM_NAMES)} that has a weight; use another decoder-only target"
-    )
 
 
 def _config_value(config: PreTrainedConfig, name: str) -> Any:

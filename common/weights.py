@@ -20,6 +20,7 @@ from transformers.utils.logging import (
 )
 
 from dflash_offline.common.checkpoint_files import Checkpoint
+from dflash_offline.common.target_parts import decoder_of
 
 
 def load_causal(
@@ -142,7 +143,7 @@ def _complete(causal: PreTrainedModel, loading: Mapping[str, Any]) -> PreTrained
         ValueError: weights of the decoder or of the head were not in the checkpoint.
     """
     names = {id(module): name for name, module in causal.named_modules()}
-    parts = (causal.get_decoder(), causal.get_output_embeddings())
+    parts = (decoder_of(causal), causal.get_output_embeddings())
     read = tuple(f"{names[id(part)]}." for part in parts if part is not None)
     if missing := sorted(name for name in loading["missing_keys"] if name.startswith(read)):
         raise ValueError(f"{len(missing)} missing, which would be random, such as {missing[0]}")

@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from dflash_offline.common.target_parts import parts_of
+
 # Ask for a value, which nothing has here; each asks whether a batch is free of padding.
 _VALUES = ("aten::is_nonzero", "aten::item", "aten::_local_scalar_dense")
 _LINEAR_ATTENTION = "linear_attn"
@@ -65,6 +67,7 @@ class ForwardCost:
 def forward_cost(
     config: PreTrainedConfig,
     *,
+    target: str,
     dtype: torch.dtype,
     num_tokens: int,
     max_length: int,
@@ -88,24 +91,20 @@ def forward_cost(
 
     Args:
         config: text configuration of the target.
+        target: what the user gave as it.
         dtype: of weights and activations.
         num_tokens: T, padding included.
         max_length: tokens of a sample; where scores are kept, the longest samples cost most.
         shared_by: processes that hold the target together.
         trust_remote_code: whether code shipped with the checkpoint may run.
+
+    Raises:
+        BadInput: it has not all parts of a target.
     """
     length = min(max_length, num_tokens)
     num_samples = num_tokens // length
-    with torch.device("meta"):
-        causal = AutoModelForCausalLM.from_config(
-            config, dtype=_MEASURED, trust_remote_code=trust_remote_code
-        )
-        ids = torch.zeros(num_samples, length, dtype=torch.int64)
-    base = causal.eval().get_decoder()
-    for module in base.modules():
-        linear = dict(module.named_children()).get(_LINEAR_ATTENTION)
-        if linear is not None:
-            linear.forward = _in_fla(linear, config)
+    base = _decoder(config, target, trust_remote_code=trust_remote_code)
+    ids = torch.zeros(num_samples, length, dtype=torch.int64, device="meta")
     flops_per_token = 2 * _active_parameters(base, config)
     dealt = _dealt_parameters(base, config) if shared_by > 1 else {}
     weights = dict(base.named_parameters())
@@ -122,6 +121,20 @@ def forward_cost(
         activation_bytes=None if peak is None else peak * num_tokens * dtype.itemsize // tokens,
         flops_per_token=flops_per_token,
     )
+
+
+def _decoder(config: PreTrainedConfig, target: str, *, trust_remote_code: bool) -> nn.Module:
+    """Return the target's decoder on the meta device, its linear attention as in fla."""
+    with torch.device("meta"):
+        causal = AutoModelForCausalLM.from_config(
+            config, dtype=_MEASURED, trust_remote_code=trust_remote_code
+        )
+    base, *_ = parts_of(causal.eval(), target)
+    for module in base.modules():
+        linear = dict(module.named_children()).get(_LINEAR_ATTENTION)
+        if linear is not None:
+            linear.forward = _in_fla(linear, config)
+    return base
 
 
 def _peak_bytes(base: nn.Module, ids: Tensor) -> int | None:

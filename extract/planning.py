@@ -11,7 +11,7 @@ from typing import Any
 import click
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from dflash_offline.common.blobs import Blobs, LocalBlobs, blobs_at
 from dflash_offline.common.chat import ChatOptions
@@ -117,31 +117,34 @@ def prepare(config: ExtractConfig, device: torch.device, free: FreeMemory) -> Pr
         BadInput: an option that cannot be, or too little memory.
     """
     plan_options = _plan_options(config)
-    template = (config.chat_template, config.chat_template_arg, config.system_prompt)
-    chat_options = ChatOptions.from_options(*template)
+    chat_options = ChatOptions.from_options(
+        config.chat_template, config.chat_template_arg, config.system_prompt
+    )
     remote = config.trust_remote_code
     target_config = load_config(config.target, config.target_revision, trust_remote_code=remote)
     check_codec(config.codec, target_config.hidden_size)
     check_teacher(config.teacher, target_config.vocab_size)
     check_tensor_parallel(config.tp, config.target, target_config)
-    layers = resolve_layers(config.layers, target_config.num_hidden_layers)
+    schema = _schema(config, target_config)
     check_fast_path(target_config, device, allow_slow_path=config.allow_slow_path)
     max_length = resolve_max_length(
         config.max_length, pack_tokens=config.pack_tokens, config=target_config
     )
     tokenizer = load_tokenizer(config.target, config.target_revision, trust_remote_code=remote)
     dtype = resolve_dtype(config.dtype, device)
+    cost = forward_cost(
+        target_config,
+        target=config.target,
+        dtype=dtype,
+        num_tokens=config.batch_tokens,
+        max_length=max_length,
+        shared_by=config.tp,
+        trust_remote_code=remote,
+    )
     prepared = Prepared(
         tokenizer=tokenizer,
         chat=chat_options,
-        schema=Schema(
-            layers=layers,
-            hidden=target_config.hidden_size,
-            vocab_size=target_config.vocab_size,
-            pack_tokens=config.pack_tokens,
-            codec=config.codec,
-            teacher=config.teacher,
-        ),
+        schema=schema,
         reader=CorpusReader(
             tokenizer=tokenizer,
             options=chat_options,
@@ -152,14 +155,7 @@ def prepare(config: ExtractConfig, device: torch.device, free: FreeMemory) -> Pr
         plan_options=plan_options,
         max_length=max_length,
         dtype=dtype,
-        cost=forward_cost(
-            target_config,
-            dtype=dtype,
-            num_tokens=config.batch_tokens,
-            max_length=max_length,
-            shared_by=config.tp,
-            trust_remote_code=remote,
-        ),
+        cost=cost,
         num_workers=_workers_here(config),
         shared_by=config.tp,
     )
@@ -167,6 +163,17 @@ def prepare(config: ExtractConfig, device: torch.device, free: FreeMemory) -> Pr
     if not config.plan_only:
         refuse_small_memory(prepared.memory(device), config.batch_tokens, free)
     return prepared
+
+
+def _schema(config: ExtractConfig, target_config: PreTrainedConfig) -> Schema:
+    return Schema(
+        layers=resolve_layers(config.layers, target_config.num_hidden_layers),
+        hidden=target_config.hidden_size,
+        vocab_size=target_config.vocab_size,
+        pack_tokens=config.pack_tokens,
+        codec=config.codec,
+        teacher=config.teacher,
+    )
 
 
 def _plan_options(config: ExtractConfig) -> PlanOptions:

@@ -338,7 +338,11 @@ def predicted_bytes(schema: Schema, target: Target, plan: Plan) -> int:
     batches = [lengths[batch] for unit in plan.batches for batch in unit]
     padded = max(len(each) * int(each.max()) for each in batches)
     cost = forward_cost(
-        target.config, dtype=target.dtype, num_tokens=padded, max_length=int(lengths.max())
+        target.config,
+        target=target.checkpoint.given,
+        dtype=target.dtype,
+        num_tokens=padded,
+        max_length=int(lengths.max()),
     )
     model = memory_model(
         schema,

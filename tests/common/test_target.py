@@ -16,8 +16,11 @@ from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
+    GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
+    Lfm2Config,
+    Llama4TextConfig,
     LlamaConfig,
     OlmoConfig,
     PreTrainedConfig,
@@ -58,6 +61,7 @@ LINEAR = {
 }
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 SLIDING = {"sliding_window": 8}
+LLAMA4 = {"num_local_experts": 2, "intermediate_size_mlp": 32}
 FAMILIES: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(**SMALL, tie_word_embeddings=False),
     "llama": LlamaConfig(**SMALL, tie_word_embeddings=True),
@@ -66,6 +70,9 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "qwen3.5-hybrid": Qwen3_5TextConfig(**SMALL, **LINEAR),
     "gpt-oss": GptOssConfig(**SMALL, **SLIDING, num_local_experts=4, num_experts_per_tok=2),
     "granite": GraniteConfig(**SMALL, logits_scaling=4.0, embedding_multiplier=3.0),
+    "gpt-neox": GPTNeoXConfig(**SMALL),
+    "lfm2": Lfm2Config(**SMALL, full_attn_idxs=[1, 3]),
+    "llama4": Llama4TextConfig(**SMALL, **LLAMA4),
     "cohere": CohereConfig(**{k: v for k, v in SMALL.items() if k != "head_dim"}),
 }
 

@@ -88,6 +88,19 @@ def test_missing_target(refuse, tmp_path):
     assert "without config.json" in refuse(target=tmp_path)
 
 
+def test_target_without_a_known_final_norm(refuse, tiny_target, tmp_path, monkeypatch):
+    """Before the corpus is read and the weights are."""
+    monkeypatch.setattr(planning_module, "row_facts", None)
+    monkeypatch.setattr(run_module, "load_target", None)
+    folder = tmp_path / "olmo"
+    shutil.copytree(tiny_target, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "olmo", "architectures": ["OlmoForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    words = "olmo is a OlmoModel without a final norm .* that has a weight"
+    assert re.search(words, refuse(target=folder))
+
+
 def test_missing_hub_target(refuse, monkeypatch):
     monkeypatch.setattr(checkpoint_files.huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert "--target no-one/none is no local file" in refuse(target=Path("no-one/none"))

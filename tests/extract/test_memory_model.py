@@ -26,9 +26,8 @@ SCHEMA = Schema(layers=(1, 9, 17), hidden=1024, vocab_size=1000, pack_tokens=163
 
 
 def cost_of(config, **changes) -> ForwardCost:
-    return forward_cost(
-        config, **{"dtype": torch.bfloat16, "num_tokens": 2048, "max_length": 256, **changes}
-    )
+    usual = {"dtype": torch.bfloat16, "num_tokens": 2048, "max_length": 256}
+    return forward_cost(config, target="t", **{**usual, **changes})
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gemma3", "qwen3-moe", "gpt-oss"])
