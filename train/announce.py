@@ -35,6 +35,11 @@ def announce(setup: Setup) -> None:
         f"{setup.dtype} on {setup.device}, {setup.world.size} process(es)",
         setup.memory,
     )
+    if drafter.sample_from_anchor:
+        say(
+            "anchor-first layout: z-lab's package and SGLang read such a drafter one token off, "
+            "vLLM refuses it, unless a release of theirs says otherwise"
+        )
     if config.shard == ALL and setup.sharding is None:
         say("--shard all: there is one process, which holds everything")
     if config.num_steps is not None and config.num_epochs is not None:

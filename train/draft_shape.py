@@ -262,6 +262,9 @@ def _merge(base: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     special = given.get("dflash_config") or {}
     merged = base | dict(given)
     merged["dflash_config"] = base["dflash_config"] | special
+    # TorchSpec's files leave the choice open.
+    if special.get("target_layer_ids") is None:
+        merged["dflash_config"]["target_layer_ids"] = base["dflash_config"]["target_layer_ids"]
     for key in ("block_size", "sample_from_anchor"):
         if key in given and key not in special:
             merged["dflash_config"][key] = given[key]

@@ -148,6 +148,11 @@ def test_a_released_config_is_a_file(shape_for, config_maker):
     assert shape.rope_theta == 1e6
 
 
+def test_layers_left_open(shape_for):
+    given = shape_for(file={"dflash_config": {"target_layer_ids": None}})
+    assert given.target_layer_ids == shape_for().target_layer_ids
+
+
 def test_causality_in_the_other_place(shape_for):
     assert shape_for(file={"dflash_config": {"causal": True}}).layer_causal == (True,) * 5
 

@@ -148,6 +148,16 @@ def test_a_files_mask_token_and_layers(config, small_store, tmp_path):
         shape(layers, layers="1,3")
 
 
+@pytest.mark.parametrize("anchor_first", [False, True])
+def test_a_layout_that_engines_do_not_serve_is_said(
+    config, small_store, tmp_path, capsys, anchor_first
+):
+    file = tmp_path / "draft.json"
+    file.write_text(json.dumps({"sample_from_anchor": anchor_first}))
+    train(config(small_store[0], tmp_path / "run", draft_config=file, num_steps=1))
+    assert ("anchor-first layout" in capsys.readouterr().err) is anchor_first
+
+
 def test_stores_of_different_targets_are_not_mixed(config, corpus_maker, small_store, tmp_path):
     corpus = corpus_maker(seed=1)
     corpus.identity.target["weights"] = "1" * 8
