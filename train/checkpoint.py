@@ -41,6 +41,8 @@ class RunState:
     skipped_samples: int = 0  # without a possible anchor
     damaged_samples: int = 0  # of packs that could not be read
     is_finished: bool = False
+    # Sums over the steps since the last whole record, see `run_log.Window`.
+    window: tuple[float, ...] = ()
     # Options and stores that decide what is learned, compared when the run goes on.
     learned: dict[str, Any] = field(default_factory=dict)
 
@@ -128,7 +130,9 @@ def load_state(checkpoint: Path) -> RunState:
     try:
         record = json.loads(path.read_text())
         if record.pop("format", None) == FORMAT:
-            return RunState(**record | {"stream": StreamState(**record["stream"])})
+            stream = StreamState(**record["stream"])
+            window = tuple(record.get("window", ()))  # older checkpoints have none
+            return RunState(**record | {"stream": stream, "window": window})
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as problem:
         raise BadInput(
             f"checkpoint {checkpoint} cannot be read ({problem}); delete it to go on from an "

@@ -10,8 +10,11 @@ from dflash_offline.train.setup import Setup
 _EVAL_ANCHORS = 64
 
 
-def evaluate(setup: Setup, drafter: Drafter) -> CacheEvaluation | None:
-    """Evaluate a drafter on this process's part of the held-out samples; None if it has none."""
+def evaluate(setup: Setup, drafter: Drafter) -> CacheEvaluation | DamagedStore | None:
+    """Evaluate a drafter on this process's part of the held-out samples; None if it has none.
+
+    Returns damage that ends the run instead of raising it, so that all processes hear of it.
+    """
     parts = []
     for cache in setup.caches:
         mine = cache.held_out_samples[setup.world.rank :: setup.world.size]
@@ -31,7 +34,7 @@ def evaluate(setup: Setup, drafter: Drafter) -> CacheEvaluation | None:
             )
         except DamagedStore as problem:
             if setup.config.damaged == "stop":
-                raise
+                return problem
             say(f"not evaluated: {cache.blobs.url}: {problem}")
             continue
         except BadInput:

@@ -1,7 +1,6 @@
 """The training run: steps in order, records, evaluations, checkpoints, and the final drafter."""
 
 import math
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from pathlib import Path
 import torch
 
 from dflash_offline.common.device_memory import told_of_memory
-from dflash_offline.common.errors import BadInput, Stopped
+from dflash_offline.common.errors import BadInput, DamagedStore, Stopped
 from dflash_offline.common.options import config_as_dict
 from dflash_offline.common.progress import format_seconds
 from dflash_offline.train.announce import announce, peak_memory, say
@@ -43,6 +42,7 @@ from dflash_offline.train.run_log import Counts, RunLog, Window, speeds
 from dflash_offline.train.schedule import lr_factor, parse_every
 from dflash_offline.train.setup import Setup, prepare
 from dflash_offline.train.step import accumulate
+from dflash_offline.train.stop_signals import stop_signals
 from dflash_offline.train.stream import StepBuilder, StepInput, Stream
 from dflash_offline.train.wandb_log import WandbLog
 
@@ -71,7 +71,7 @@ def train(config: TrainConfig) -> Path:
     world = join_world("cuda" if torch.cuda.is_available() and config.device != "cpu" else "cpu")
     try:
         run = Run(prepare(config, world))
-        with _signals() as stop:
+        with stop_signals() as stop:
             return run.to_the_end(stop)
     except (BadInput, Stopped) as problem:
         if world.is_first:
@@ -104,7 +104,7 @@ class Run:
         if setup.checkpoint is not None:
             load_optimizer(setup.checkpoint, self._optimizer)
         self._clock = PhaseClock(setup.device)
-        self._window = Window()
+        self._window = Window(setup.state.window)
         self._log: RunLog | None = None
         self._lr = 0.0
         # Of this process, since the state's counts were brought up to date.
@@ -133,9 +133,10 @@ class Run:
                 self._state = replace(self._state, elapsed_s=self._now(began))
                 self._keep_books()
                 if self._must_stop(stop) and not self._is_over():
+                    # Its sums go on in the record that the steps to come make whole.
+                    self._save()
                     if self._window.num_steps:
                         self._record()
-                    self._save()
                     raise Stopped(
                         f"stopped after step {self._state.step}; the same command goes on from "
                         f"the checkpoint in {config.out}"
@@ -270,6 +271,11 @@ class Run:
             with self._optimizer.averaged():
                 mine = evaluate(self._setup, self._setup.whole_drafter())
             parts = [part for part in gather_objects(mine, self._world) if part is not None]
+        problems = [part for part in parts if isinstance(part, DamagedStore)]
+        if problems:
+            # What was learned does not hang on it.
+            self._save()
+            raise problems[0] if self._world.is_first else SystemExit(problems[0].exit_code)
         if self._log is None or not parts:
             return
         whole = merge(parts)
@@ -295,7 +301,7 @@ class Run:
             self._fold()
             save_checkpoint(
                 folder,
-                self._state,
+                replace(self._state, window=self._window.sums()),
                 drafter=self._setup.drafter,
                 optimizer=self._optimizer,
                 dtype=self._setup.dtype,
@@ -336,7 +342,8 @@ class Run:
         total = setup.num_steps or 60 * (config.max_minutes or 0)
         options = config_as_dict(config)
         wandb = WandbLog(config.wandb, config.out, options) if config.wandb else None
-        place = {"step": self._state.step, "done": self._done()}
+        step, before = self._state.step, 0 if self._is_over() else self._window.num_before
+        place = {"step": step, "recorded": step - before, "done": self._done()}
         with RunLog(config.out, total=total, wandb=wandb, **place) as log:
             # Where a run goes on, the reason for its token is in an earlier record.
             reason = {} if setup.checkpoint else {"mask_token": setup.mask_token.reason}
@@ -376,26 +383,3 @@ def train_step(
         sum_over_ranks([totals])
         norm, skipped = optimizer.step(lr=lr, weight_sum=totals[1], clip=setup.config.clip)
     return torch.where(skipped > 0, torch.zeros_like(totals), totals), norm, skipped
-
-
-@contextmanager
-def _signals() -> Iterator[threading.Event]:
-    """Turn the first SIGTERM or SIGINT into an event, and let a second one kill at once."""
-    stop = threading.Event()
-
-    def request(_number: int, _frame: object) -> None:
-        stop.set()
-        for each in handled:
-            signal.signal(each, signal.SIG_DFL)
-
-    handled = (signal.SIGTERM, signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread():
-        # Handlers belong to the main thread; a caller elsewhere keeps its own.
-        yield stop
-        return
-    before = [signal.signal(each, request) for each in handled]
-    try:
-        yield stop
-    finally:
-        for each, handler in zip(handled, before, strict=True):
-            signal.signal(each, handler)

@@ -8,6 +8,7 @@ Letters: P predicting slots of a block.
 import json
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -45,20 +46,35 @@ class Counts:
 
 
 class Window:
-    """Sums over the steps between two records, on the device where they arise there."""
+    """Sums over the steps between two records, on the device where they arise there.
 
-    def __init__(self) -> None:
+    Args:
+        sums: as `sums` returned them, where a run goes on between two records.
+    """
+
+    def __init__(self, sums: Sequence[float] = ()) -> None:
+        self.num_before, *totals = (int(sums[0]), *sums[1:]) if sums else (0,)
+        self._before = torch.tensor(totals, dtype=torch.float64) if totals else None
         self._totals: torch.Tensor | None = None
         self._skipped: torch.Tensor | None = None
         self._norm: torch.Tensor | None = None
+        # The rest is of this process alone: rates are those since it started.
         self.counts = Counts()
         self.num_steps = 0
         self.began = time.perf_counter()
+
+    def sums(self) -> tuple[float, ...]:
+        """Return the number of steps, and their sums; waits for the device."""
+        if self._totals is None:
+            return () if self._before is None else (self.num_before, *self._before.tolist())
+        return self.num_before + self.num_steps, *self._totals.tolist()
 
     def add(
         self, totals: torch.Tensor, norm: torch.Tensor, skipped: torch.Tensor, counts: Counts
     ) -> None:
         """Add one step: `totals` as `accumulate` returns them, summed over the job."""
+        if self._totals is None and self._before is not None:
+            self._totals = self._before.to(totals.device)
         self._totals = totals if self._totals is None else self._totals + totals
         self._skipped = skipped if self._skipped is None else self._skipped + skipped
         self._norm = norm
@@ -108,7 +124,15 @@ def speeds(
 
 
 class RunLog:
-    """Writes a run's records; every method is called on the first process only."""
+    """Writes a run's records; every method is called on the first process only.
+
+    Args:
+        out: the run's folder.
+        total, done: the work of the run and what is done of it, for the progress line.
+        step: the last one that was trained.
+        recorded: the last one in a whole record; sums over those since then go on.
+        wandb: where curves go as well.
+    """
 
     def __init__(
         self,
@@ -116,11 +140,12 @@ class RunLog:
         *,
         total: float,
         step: int,
+        recorded: int,
         done: float,
         wandb: WandbLog | None = None,
     ) -> None:
         path = out / LOG_NAME
-        _forget_after(path, step)
+        _forget_after(path, step, recorded)
         self._json = JsonLog(path)
         self._board = SummaryWriter(str(out / TENSORBOARD), purge_step=step + 1)
         self._wandb = wandb
@@ -173,8 +198,8 @@ class RunLog:
                 self._board.add_scalar(name, value, record["step"])
 
 
-def _forget_after(path: Path, step: int) -> None:
-    """Drop records of steps that will be run again, and a torn last line."""
+def _forget_after(path: Path, step: int, recorded: int) -> None:
+    """Drop records of steps that will be run or recorded again, and a torn last line."""
     if not path.exists():
         return
     kept = []
@@ -183,7 +208,8 @@ def _forget_after(path: Path, step: int) -> None:
             record = json.loads(line)
         except ValueError:
             continue
-        if step and record.get("step", 0) <= step:
+        last = recorded if record.get("kind") == "train" else step
+        if step and record.get("step", 0) <= last:
             kept.append(line + "\n")
     staging = path.with_suffix(".tmp")
     staging.write_text("".join(kept), encoding="utf-8")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_offline.common.errors import Stopped
+from dflash_offline.common.errors import DamagedStore, Stopped
 from dflash_offline.train import loop
 from dflash_offline.train.checkpoint import checkpoints, load_state
 from dflash_offline.train.distributed import World
@@ -87,3 +87,52 @@ def test_nothing_is_missing_from_the_log_of_a_run_that_was_stopped(
     assert [record["step"] for record in records(tmp_path / "run", "train")] == [1]
     # That was enough: its drafter and its report can be had.
     assert train(run(num_steps=1)) == tmp_path / "run/draft"
+
+
+def learned(out: Path) -> list[dict]:
+    """Return records without what hangs on time."""
+    names = ("step", "epoch", "loss", "acceptance", "accepted_by_position", "grad_norm", "lr")
+    return [{name: each[name] for name in names} for each in records(out, "train")]
+
+
+@pytest.mark.parametrize("step", [1, 3, 4, 5])
+def test_records_cover_the_same_steps_after_a_kill(config, small_store, tmp_path, step):
+    out = tmp_path / "run"
+    run = config(
+        small_store[0], out, num_steps=8, log_every=3, checkpoint_every="1", keep_checkpoints=9
+    )
+    train(run)
+    whole = learned(out)
+    killed_after(out, step)
+    train(run)
+    assert learned(out) == whole
+    assert [record["step"] for record in whole] == [3, 6, 8]
+
+
+def test_records_cover_the_same_steps_after_stops(config, small_store, tmp_path):
+    def run(name):
+        return config(small_store[0], tmp_path / name, num_steps=5, log_every=3)
+
+    train(run("whole"))
+    stop = threading.Event()
+    stop.set()
+    for step in (1, 2, 3, 4):
+        with pytest.raises(Stopped, match=f"after step {step}"):
+            Run(prepare(run("stopped"), World())).to_the_end(stop)
+        expected = {1: [1], 2: [2], 3: [3], 4: [3, 4]}[step]
+        assert [record["step"] for record in records(tmp_path / "stopped", "train")] == expected
+    train(run("stopped"))
+    assert learned(tmp_path / "stopped") == learned(tmp_path / "whole")
+
+
+def test_a_damaged_held_out_pack_costs_no_steps(config, small_store, tmp_path):
+    url, corpus = small_store
+    (shard,) = Path(url).glob(f"features/c/{corpus.plan.samples[-1].pack}/0/0/0")
+    shard.write_bytes(shard.read_bytes()[:-1])
+    run = config(url, tmp_path / "run", num_steps=3, eval_every=2)
+    for step in (2, 3):
+        with pytest.raises(DamagedStore):
+            train(run)
+        assert load_state(checkpoints(tmp_path / "run")[-1]).step == step
+    # Nothing but the evaluation was missing.
+    assert train(run) == tmp_path / "run/draft"

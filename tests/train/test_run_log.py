@@ -84,7 +84,7 @@ def lines(folder) -> list[dict]:
 
 
 def test_records_and_curves(tmp_path, capsys):
-    with RunLog(tmp_path, total=2, step=0, done=0) as log:
+    with RunLog(tmp_path, total=2, step=0, recorded=0, done=0) as log:
         log.run({"lr": 0.1}, device="cpu")
         log.train(record(1, 3.0), done=1)
         log.train(record(2, 2.5), done=2)
@@ -152,7 +152,7 @@ def test_records_go_to_wandb(tmp_path, monkeypatch, has_key, has_network, mode):
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     wandb = WandbLog("drafters", tmp_path / "first", {"lr": 0.1})
-    with RunLog(tmp_path / "first", total=1, step=0, done=0, wandb=wandb) as log:
+    with RunLog(tmp_path / "first", total=1, step=0, recorded=0, done=0, wandb=wandb) as log:
         log.train(record(1, 3.0), done=1)
         log.evaluation({"step": 1, "accepted_by_position": [0.5, None]})
     assert fake.started["mode"] == mode
@@ -177,14 +177,14 @@ def test_without_the_package_the_option_is_refused(monkeypatch):
 
 
 def test_steps_that_are_run_again_are_forgotten(tmp_path):
-    with RunLog(tmp_path, total=9, step=0, done=0) as log:
+    with RunLog(tmp_path, total=9, step=0, recorded=0, done=0) as log:
         log.run({})
         for step in range(1, 6):
             log.train(record(step, float(step)), done=step)
         log.evaluation({"step": 5, "acceptance_length": 1.0})
     with (tmp_path / "log.jsonl").open("a") as file:
         file.write('{"kind": "train", "step": 6, "lo')
-    with RunLog(tmp_path, total=9, step=3, done=3) as log:
+    with RunLog(tmp_path, total=9, step=3, recorded=3, done=3) as log:
         log.train(record(4, 40.0), done=4)
     kept = [(each["kind"], each.get("step"), each.get("loss")) for each in lines(tmp_path)]
     assert kept == [
@@ -194,7 +194,7 @@ def test_steps_that_are_run_again_are_forgotten(tmp_path):
         ("train", 3, 3.0),
         ("train", 4, 40.0),
     ]
-    with RunLog(tmp_path, total=9, step=0, done=0) as log:
+    with RunLog(tmp_path, total=9, step=0, recorded=0, done=0) as log:
         log.run({"again": True})
     assert [each["kind"] for each in lines(tmp_path)] == ["run"]
 
