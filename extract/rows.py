@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -256,10 +257,11 @@ def _without_nulls(value: Any) -> Any:
 
 def _hub_rows(spec: str) -> Iterator[Row]:
     hub_id = spec.removeprefix("hf:").partition(":")[0]
-    for number, values in enumerate(_hub_data(spec)):
-        address = f"{spec} row {number + 1}"
-        (plain,) = _plain_rows([values])
-        yield Row(source=hub_id, address=address, number=number, values=plain)
+    # As tables: rows would have their pictures and sounds decoded.
+    tables = _hub_data(spec).with_format("arrow").iter(batch_size=1024)
+    rows = chain.from_iterable(_plain_rows(table.to_pylist()) for table in tables)
+    for number, values in enumerate(rows):
+        yield Row(source=hub_id, address=f"{spec} row {number + 1}", number=number, values=values)
 
 
 def _hub_data(spec: str) -> Any:
@@ -272,13 +274,22 @@ def _hub_data(spec: str) -> Any:
         ) from problem
     hub_id, _, rest = spec.removeprefix("hf:").partition(":")
     subset, _, split = rest.partition(":")
+    if not hub_id:
+        raise BadInput(f"--data {spec} names no data set; the form is hf:ID[:SUBSET[:SPLIT]]")
     try:
         return datasets.load_dataset(hub_id, subset or None, split=split or "train")
     except Stopped:
         raise
-    # The last for a set that is made by code of its own.
-    except (OSError, ValueError, RuntimeError) as problem:
-        reason = str(problem).strip().split("\n")[0]
+    # RuntimeError for a set that is made by code of its own, StopIteration for one without rows.
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+        StopIteration,
+        datasets.exceptions.DatasetsError,
+    ) as problem:
+        told = str(problem.__cause__ or problem).strip() or "it has no rows"
+        reason = told.split("\n")[0]
         raise BadInput(
             f"--data {spec} cannot be loaded ({reason}); the form is hf:ID[:SUBSET[:SPLIT]]"
         ) from problem

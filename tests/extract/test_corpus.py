@@ -4,7 +4,6 @@ import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -421,19 +420,3 @@ def test_byte_order_mark_is_no_content(tmp_path: Path, name: str):
     write_rows(tmp_path / name, [MESSAGES])
     (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + (tmp_path / name).read_bytes())
     assert [row.values for row in read_rows(str(tmp_path / name))] == [MESSAGES]
-
-
-def test_hub_data_made_by_code_of_its_own(monkeypatch: pytest.MonkeyPatch):
-    def load_dataset(*_args: object, **_options: object) -> None:
-        raise RuntimeError("Dataset scripts are no longer supported")
-
-    module = SimpleNamespace(load_dataset=load_dataset)
-    monkeypatch.setitem(__import__("sys").modules, "datasets", module)
-    with pytest.raises(BadInput, match="--data hf:a/b cannot be loaded .Dataset scripts"):
-        list(read_rows("hf:a/b"))
-
-
-def test_hub_data_without_the_package(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(BadInput, match="--data hf:a/b needs the datasets package"):
-        list(read_rows("hf:a/b"))
