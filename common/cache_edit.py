@@ -196,6 +196,11 @@ def _lay_out(
 
 
 def _remove_store(config: RemoveConfig) -> None:
+    """Delete every object of a store.
+
+    Raises:
+        FoundProblems: part of it lies behind links, and stays.
+    """
     with own(config.url, config.storage_option) as (blobs, _header):
         keys = blobs.list("")
         if not _is_meant(config, f"Delete {len(keys)} objects of {config.url}?"):
@@ -205,10 +210,22 @@ def _remove_store(config: RemoveConfig) -> None:
         is_first = (f"{COMMIT}/", index_key(0)[:-1])
         # Ownership last: whoever took it in between would lose what it writes.
         keys.sort(key=lambda key: (not key.startswith(is_first), is_owner_key(key)))
+        links = _links_to_elsewhere(blobs.root) if isinstance(blobs, LocalBlobs) else []
         _delete_all(blobs, keys)
         if isinstance(blobs, LocalBlobs):
             _drop_empty_folders(blobs.root)
+    if links:
+        raise FoundProblems(
+            f"{config.url} is no store any more, but what lies behind its links was left, since it "
+            f"may be of others too ({', '.join(links)}); delete it there, and the links that stay"
+        )
     click.echo(f"{config.url} removed")
+
+
+def _links_to_elsewhere(root: Path) -> list[str]:
+    walked = os.walk(root)
+    found = (Path(at) / name for at, folders, files in walked for name in folders + files)
+    return [f"{path.relative_to(root)} -> {path.resolve()}" for path in found if path.is_symlink()]
 
 
 def _drop_empty_folders(root: Path) -> None:

@@ -388,6 +388,22 @@ def test_rm_of_a_store(small_store, monkeypatch, capsys):
     assert run("info", url) == 2
 
 
+def test_rm_says_what_lies_behind_links(small_store, tmp_path, capsys):
+    root, other = Path(small_store[0]), tmp_path / "other disk"
+    other.mkdir()
+    for name in (FEATURES, "target/config.json"):
+        (root / name).rename(other / Path(name).name)
+        (root / name).symlink_to(other / Path(name).name)
+    assert run("verify", root) == 0
+    assert run("rm", root, "--yes") == 1
+    streams = capsys.readouterr()
+    assert "removed" not in streams.out
+    assert f"features -> {other}/features" in streams.err
+    assert f"target/config.json -> {other}/config.json" in streams.err
+    assert (other / "config.json").exists()
+    assert run("info", root) == 2
+
+
 def test_damaged_or_missing_address(tmp_path, capsys):
     for command in ("info", "verify", "repair", "rm"):
         assert run(command, tmp_path / "none") == 2
