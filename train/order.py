@@ -52,6 +52,8 @@ class SampleOrder:
         for number, store in enumerate(stores):
             if not len(store.indices):
                 raise BadInput(f"--cache number {number + 1} holds no training sample; drop it")
+        if sum(store.weight * len(store.indices) for store in stores) < 1:
+            raise BadInput("--weight: an epoch would have less than one sample; raise them")
         self._stores = list(stores)
         self._seed = seed
         self._epoch = functools.lru_cache(maxsize=2)(self._build_epoch)

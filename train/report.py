@@ -18,6 +18,13 @@ REPORT_NAME = "report.html"
 # Means over this share of the last records describe where a run ended.
 _LAST_SHARE = 0.1
 
+# What pages cannot do without, by kind of record.
+_KEYS = {
+    "run": {"config"},
+    "train": {"step", "accepted_by_position"},
+    "eval": {"step", "acceptance_length", "accepted_by_position", "by_source"},
+}
+
 Record = dict[str, Any]
 
 
@@ -261,11 +268,18 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else math.nan
 
 
+def _keys(record: Record) -> set[str]:
+    """Return what a record of its kind has at least."""
+    return {"kind"} | _KEYS.get(str(record.get("kind")), set())
+
+
 def _read(path: Path) -> list[Record]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError as problem:
         raise BadInput(f"{path} is missing: give the folder of a training run") from problem
+    except UnicodeDecodeError as problem:
+        raise BadInput(f"{path} is no text: give the folder of a training run") from problem
     records = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -275,7 +289,7 @@ def _read(path: Path) -> list[Record]:
             if number < len(lines):
                 raise BadInput(f"{path} line {number} is not JSON: {problem}") from problem
             break
-        if not isinstance(record, dict) or "kind" not in record:
+        if not isinstance(record, dict) or not _keys(record) <= set(record):
             raise BadInput(
                 f"{path} line {number} is no record of dflash-train; give the folder of a "
                 "training run"

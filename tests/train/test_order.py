@@ -83,3 +83,9 @@ def test_stores_are_interleaved_evenly():
 def test_an_empty_store_is_refused():
     with pytest.raises(BadInput, match="number 2"):
         SampleOrder([store(3), store(0)], seed=0)
+
+
+def test_epochs_without_a_sample_are_refused():
+    with pytest.raises(BadInput, match="--weight: an epoch would have less than one sample"):
+        SampleOrder([store(3, weight=1e-12), store(9, weight=0.1)], seed=0)
+    SampleOrder([store(3, weight=1e-12), store(10, weight=0.1)], seed=0)

@@ -204,12 +204,15 @@ def test_resumed_run_counts_a_step_once(tmp_path: Path) -> None:
         ("{\n{}\n", "line 1 is not JSON"),
         ('{"packs": 3}\n', "no record of dflash-train"),
         ("[1]\n", "no record of dflash-train"),
+        ('{"kind": "train", "loss": 1.0}\n', "no record of dflash-train"),
+        ('{"kind": "run", "workers": 2}\n', "no record of dflash-train"),
+        ("\udcff", "is no text"),
     ],
-    ids=["missing", "empty", "damaged", "foreign", "list"],
+    ids=["missing", "empty", "damaged", "foreign", "list", "other train", "other run", "bytes"],
 )
 def test_bad_log(content: str | None, word: str, tmp_path: Path) -> None:
     if content is not None:
-        (tmp_path / "log.jsonl").write_text(content)
+        (tmp_path / "log.jsonl").write_text(content, errors="surrogateescape")
     with pytest.raises(BadInput, match=word):
         write_report(tmp_path)
     assert not (tmp_path / "report.html").exists()
