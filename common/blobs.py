@@ -196,9 +196,9 @@ class LocalBlobs:
         return shutil.disk_usage(folder).free
 
     def probe(self) -> str | None:
-        for entry in list_folder(self.root):
-            if is_temporary(entry.name):
-                entry.unlink(missing_ok=True)
+        for key in self.list(""):
+            if is_temporary(key):
+                (self.root / key).unlink(missing_ok=True)
         key = f"{_TEMPORARY}probe"
         self.create(key, [b"probe"])
         self.delete(key)
@@ -217,11 +217,6 @@ class LocalBlobs:
 def is_temporary(key: str) -> bool:
     """Return whether a key is what an interrupted `create` left behind."""
     return key.rpartition("/")[2].startswith(_TEMPORARY)
-
-
-def list_folder(folder: Path) -> list[Path]:
-    """Return what lies directly in a folder; nothing where there is none."""
-    return list(folder.iterdir()) if folder.is_dir() else []
 
 
 def blobs_at(url: str, storage_options: Sequence[str] = ()) -> Blobs:

@@ -65,6 +65,7 @@ def test_new_folders_are_as_durable_as_what_lies_in_them(blobs, monkeypatch):
 def test_owner_clears_what_killed_runs_left(blobs):
     blobs.create("a/b", [b"content"])
     (blobs.root / ".tmp-dead").write_bytes(b"half an index")
+    (blobs.root / "a/.tmp-dead").write_bytes(b"half a shard")
     assert blobs.probe() is None
     assert blobs.list("") == ["a/b"]
 

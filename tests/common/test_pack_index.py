@@ -166,6 +166,21 @@ def test_packs_of_a_plan_that_is_not_there(tmp_path, corpus_maker):
     assert find_problems(open_cache(str(tmp_path / "s")), deep=True) == []
 
 
+def test_append_leaves_nothing_of_one_that_was_killed(tmp_path, corpus_maker):
+    """Which stood between a file's bytes and its name, or had named it a moment ago."""
+    first, second = corpus_maker(seed=0), corpus_maker(seed=1)
+    second.target_files = first.target_files
+    with first.open(tmp_path / "s") as store:
+        first.commit(store)
+    begun = [tmp_path / "s" / folder for folder in ("tokens/c/4", "features", "plan/1")]
+    for folder in begun:
+        folder.mkdir(exist_ok=True)
+        (folder / ".tmp-dead").write_bytes(b"half a file")
+    with second.open(tmp_path / "s", append=True) as store:
+        second.commit(store, first_pack=4)
+    assert not list((tmp_path / "s").rglob(".tmp-*"))
+
+
 def test_append_to_another_target_is_refused(tmp_path, corpus_maker):
     first, second = corpus_maker(seed=0), corpus_maker(seed=1, layers=(1, 2))
     with first.open(tmp_path / "s") as store:
