@@ -14,12 +14,13 @@ from typing import Any
 from dflash_offline.common.errors import BadInput
 
 _SHAPES = '{"turns": […]}, {"messages": […]}, {"conversations": […]} or {"prompt": "…"}'
+# What data sets call the assistant.
+ASSISTANTS = dict.fromkeys(("gpt", "chatgpt", "bot", "bing", "bard", "model"), "assistant")
 _ROLES = {
     "user": "user",
     "human": "user",
     "assistant": "assistant",
-    "gpt": "assistant",
-    "model": "assistant",
+    **ASSISTANTS,
     "system": "system",
 }
 # Of texts that `is_unicode` finds.
@@ -132,7 +133,7 @@ def _from_messages(messages: Any, where: str, name: str) -> Prompt:
             raise BadInput(f"{where} holds a {type(message).__name__} where a message belongs")
         given = message.get("role", message.get("from"))
         content = message.get("content", message.get("value"))
-        role = _ROLES.get(given) if isinstance(given, str) else None
+        role = _ROLES.get(given.lower()) if isinstance(given, str) else None
         if role is None or not isinstance(content, str):
             raise BadInput(
                 f"{where} has a message of role {given!r} with {type(content).__name__} content; "

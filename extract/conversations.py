@@ -12,18 +12,14 @@ from typing import Any
 import numpy as np
 
 from dflash_offline.common.errors import BadInput
+from dflash_offline.common.prompts import ASSISTANTS
 from dflash_offline.extract.rows import Row
 
 Message = dict[str, Any]
 
 _ROLES = {
     "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
+    **ASSISTANTS,
     "function": "tool",
     "observation": "tool",
     "function_call": "assistant",

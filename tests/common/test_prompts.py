@@ -33,6 +33,17 @@ ROWS = {
         },
         Prompt(id="0", turns=("a",)),
     ),
+    "sharegpt-others": (
+        {
+            "conversations": [
+                {"from": "Human", "value": "a"},
+                {"from": "bard", "value": "x"},
+                {"from": "user", "value": "b"},
+                {"from": "chatgpt", "value": "x"},
+            ]
+        },
+        Prompt(id="0", turns=("a", "b")),
+    ),
     "sharegpt-system": (
         {"conversations": [{"from": "human", "value": "a"}], "system": "s"},
         Prompt(id="0", turns=("a",), system="s"),
