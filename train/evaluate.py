@@ -26,6 +26,7 @@ from dflash_offline.train.anchors import (
 )
 from dflash_offline.train.drafter import Drafter
 from dflash_offline.train.drafter_config import DrafterConfig
+from dflash_offline.train.stream import CONTEXT_FACTOR
 
 # Rows of one product with the head; 1,024 rows of 150,000 logits are 600 MB in fp32.
 _HEAD_ROWS = 1024
@@ -175,18 +176,21 @@ def _passes(
     # Neighbours in a pack share what is read.
     order = sorted(samples, key=lambda i: (cache.plan.samples[i].pack, cache.plan.samples[i].start))
     group: list[AnchoredSample] = []
-    rows = 0
+    rows = context = 0
     for first in range(0, len(order), _SAMPLES_PER_READ):
         chunk = order[first : first + _SAMPLES_PER_READ]
         for document in cache.read_many(chunk, config.target_layer_ids):
             whole = _part(document, supervise, max_anchors)
             for part in _pieces(whole, max(1, rows_per_pass // config.block_size)):
                 added = len(part.anchored.anchors) * config.block_size
-                if group and rows + added > rows_per_pass:
+                seen = part.anchored.num_context
+                too_long = context + seen > CONTEXT_FACTOR * rows_per_pass
+                if group and (too_long or rows + added > rows_per_pass):
                     yield group
-                    group, rows = [], 0
+                    group, rows, context = [], 0, 0
                 group.append(part)
                 rows += added
+                context += seen
     if group:
         yield group
 

@@ -19,6 +19,7 @@ from dflash_offline.train.config import TrainConfig
 from dflash_offline.train.drafter_config import DrafterConfig
 from dflash_offline.train.fp8 import ALL, NONE
 from dflash_offline.train.objective import Objective
+from dflash_offline.train.stream import CONTEXT_FACTOR
 from dflash_offline.train.target_head import TargetHead
 
 _GB = 1e9
@@ -26,8 +27,6 @@ _FP32, _BF16 = 4, 2
 _MIN_ROWS = 64
 # What the allocator cannot use of every gap, and the libraries' workspaces.
 _SPARE_FRAC = 0.03
-# A pass also ends when its context is this many times its most block rows.
-_CONTEXT_FACTOR = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +143,7 @@ def typical_pass(
     blocks = np.minimum(num_anchors, np.maximum(supervised - 1, 1)) * block_size
     tokens_per_row = float(lengths.sum() / blocks.sum())
     longest = int(lengths.max())
-    context = min(_CONTEXT_FACTOR * rows, round(rows * tokens_per_row) + longest)
+    context = min(CONTEXT_FACTOR * rows, round(rows * tokens_per_row) + longest)
     return min(rows, int(blocks.sum())), max(longest, min(context, int(lengths.sum())))
 
 

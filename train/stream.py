@@ -41,7 +41,7 @@ _PACKS_AT_A_TIME = 2
 # Steps that are looked at to find out which packs come next.
 _STEPS_KNOWN = 64
 # A pass also ends when its context is this many times its most block rows.
-_CONTEXT_FACTOR = 4
+CONTEXT_FACTOR = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +192,7 @@ def cut_into_passes(
     and each brings the context of its own last anchor.
     """
     most_anchors = max(1, rows_per_pass // layout.block_size)
-    most_context = _CONTEXT_FACTOR * rows_per_pass
+    most_context = CONTEXT_FACTOR * rows_per_pass
     group: list[LoadedDocument] = []
     num_anchors = num_context = 0
     for document in documents:

@@ -155,6 +155,26 @@ def test_max_anchors_and_merge(store) -> None:
     assert merged.accepted_by_position == pytest.approx(whole.accepted_by_position)
 
 
+def test_few_anchors_of_long_samples_do_not_add_up(store, monkeypatch) -> None:
+    cache, drafter, embed = store
+    given = {"embed": embed, "head": embed, "max_anchors": 1}
+    whole = evaluate_cache(drafter, cache, **given)
+    contexts = []
+    plain = BlockJudge.run
+
+    def run(self, parts):
+        contexts.append([part.anchored.num_context for part in parts])
+        return plain(self, parts)
+
+    monkeypatch.setattr(BlockJudge, "run", run)
+    rows = 3 * BLOCK  # of all samples together
+    limited = evaluate_cache(drafter, cache, rows_per_pass=rows, **given)
+    assert sum(map(sum, contexts)) > 4 * rows
+    assert max(map(sum, contexts)) <= 4 * rows
+    assert limited.counts.keys() == whole.counts.keys()
+    assert limited.acceptance_length == whole.acceptance_length
+
+
 def test_training_samples_are_never_touched(store) -> None:
     cache, drafter, embed = store
     read = []
