@@ -198,7 +198,8 @@ def preview(config: PreviewConfig) -> None:
             + ", ".join(cache.plan.samples[i].id for i in cache.samples[:3])
         ) from None
     tokenizer = AutoTokenizer.from_pretrained(cache.target_path())
-    console = Console(markup=False)
+    # Highlighting takes minutes for a long id, and `:100:` in one is no picture.
+    console = Console(markup=False, highlight=False, emoji=False)
     trained = supervised(document.loss_mask)
     console.print(
         f"{document.id} from {document.source}: {len(document.tokens)} tokens, "

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -386,6 +387,20 @@ def test_rm_of_a_store(small_store, monkeypatch, capsys):
     assert deleted[-2:] == ["zarr.json", ".owner"], "until then it is this run's, and a store"
     assert not Path(url).exists()
     assert run("info", url) == 2
+
+
+def test_preview_of_any_id(tmp_path, tiny_target, corpus_maker, capsys):
+    """Long ones take no minutes; half a second is theirs here, and a picture's name is left."""
+    corpus = corpus_maker(lengths=(40,), num_held_out=0, source=":100:" + "1a" * 100_000)
+    files = ("config.json", "tokenizer.json", "tokenizer_config.json")
+    corpus.target_files |= {name: (tiny_target / name).read_bytes() for name in files}
+    corpus.tokens[0] %= 90
+    with corpus.open(tmp_path / "s") as store:
+        corpus.commit(store)
+    begin = time.monotonic()
+    assert run("preview", tmp_path / "s") == 0
+    assert time.monotonic() - begin < 10
+    assert capsys.readouterr().out.startswith(":100:1a1a1a")
 
 
 def test_rm_says_what_lies_behind_links(small_store, tmp_path, capsys):
