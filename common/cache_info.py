@@ -28,7 +28,7 @@ def info(config: InfoConfig) -> None:
     if config.json:
         click.echo(json.dumps(summary, indent=1))
         return
-    console = Console(markup=False)
+    console = Console(markup=False, emoji=False)
     console.print(_overview(config.url, summary))
     console.print(_table("Sources", summary["sources"]))
     console.print(_lengths(summary["lengths"]))

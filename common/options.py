@@ -278,7 +278,7 @@ def print_config(config: Any, *, out: str, title: str) -> None:
     table.add_column(overflow="fold")
     for key, value in config_as_dict(config).items():
         table.add_row(f"--{key.replace('_', '-')}", "" if value is None else str(value))
-    Console(stderr=True, markup=False).print(table)
+    Console(stderr=True, markup=False, emoji=False).print(table)
 
 
 def save_config(config: Any) -> str:

@@ -36,7 +36,7 @@ class ProgressLine:
         self._last_plain = float("-inf")
         self._text = ""
         self._file = file if file is not None else sys.stderr
-        console = Console(file=self._file)
+        console = Console(file=self._file, markup=False, emoji=False)
         self._live = Live(console=console, refresh_per_second=4) if console.is_terminal else None
 
     def __enter__(self) -> "ProgressLine":

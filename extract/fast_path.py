@@ -50,7 +50,7 @@ def check_fast_path(
     )
     if not allow_slow_path:
         raise BadInput(message)
-    Console(stderr=True, markup=False).print(f"warning: {message}", highlight=False)
+    Console(stderr=True, markup=False, emoji=False).print(f"warning: {message}", highlight=False)
 
 
 def _why_slow() -> str | None:

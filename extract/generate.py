@@ -49,7 +49,7 @@ def generate(config: GenerateConfig) -> None:
     if todo:
         with told_of_memory("the target's device", "finished rows are safe, lower --batch-tokens"):
             _write(source, todo, answers, total=len(jobs))
-    console = Console(stderr=True, highlight=False, markup=False)
+    console = Console(stderr=True, highlight=False, markup=False, emoji=False)
     console.print(
         f"{len(jobs)} answers in {config.out}, {len(jobs) - len(todo)} of them from before"
     )

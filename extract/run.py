@@ -89,7 +89,7 @@ def extract(config: ExtractConfig, place: Place) -> None:
 
 def _lead(config: ExtractConfig, crew: Crew, stop: StopRequest, device: torch.device) -> None:
     print_config(config, out=config.out, title="dflash-extract")
-    console = Console(stderr=True, highlight=False, markup=False)
+    console = Console(stderr=True, highlight=False, markup=False, emoji=False)
     if config.dry_run:
         console.print(dry_run(config, device))
         return
@@ -114,7 +114,7 @@ def _lead(config: ExtractConfig, crew: Crew, stop: StopRequest, device: torch.de
 def _lead_target(
     config: ExtractConfig, planned: Planned, target: Target, crew: Crew, stop: StopRequest
 ) -> None:
-    console = Console(stderr=True, highlight=False, markup=False)
+    console = Console(stderr=True, highlight=False, markup=False, emoji=False)
     # A plan alone may be made where the target's forward takes minutes.
     checks = [] if config.plan_only else self_check(target, planned.schema.layers, planned.checked)
     report(checks)

@@ -124,7 +124,7 @@ def report(checks: Sequence[Check], *, what: str = "self-check", remedy: str = _
     for check in checks:
         verdict = "ok" if check.is_good else "[red]wrong"
         table.add_row(check.name, f"{check.value:.2g}", f"{check.bound:.2g}", verdict)
-    Console(stderr=True).print(table)
+    Console(stderr=True, emoji=False).print(table)
     if bad := [check.name for check in checks if not check.is_good]:
         raise FoundProblems(
             f"the {what} failed ({', '.join(bad)}): the states are not the target's, so {remedy}; "

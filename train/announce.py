@@ -13,7 +13,7 @@ from dflash_offline.train.sharding import ALL
 
 def say(*lines: str) -> None:
     """Print lines for the user on stderr."""
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
     for line in lines:
         console.print(line, markup=False)
 

@@ -55,8 +55,7 @@ def run(config: EvalConfig) -> None:
     print_config(config, out=str(where), title="dflash-eval")
     if mode == "compare":
         logs = read_runs(config.compare)
-        Console().print(comparison_table(logs))
-        Console().print(f"page: {write_comparison(logs, Path(where))}", soft_wrap=True)
+        _print(comparison_table(logs), f"page: {write_comparison(logs, Path(where))}")
         return
     smaller = "lower --rows-per-pass, or " if mode == "cache" else ""
     with told_of_memory(str(_device(config)), f"{smaller}go on where more is free"):
@@ -185,8 +184,7 @@ def _show_cache(evaluation: CacheEvaluation) -> None:
         table.add_row(source, f"{counts.num_anchors:,}", f"{evaluation.by_source[source]:.3f}")
     if len(evaluation.counts) != 1:
         table.add_row("all", f"{evaluation.num_anchors:,}", f"{evaluation.acceptance_length:.3f}")
-    Console().print(table)
-    Console().print(_positions_table(evaluation.accepted_by_position))
+    _print(table, _positions_table(evaluation.accepted_by_position))
 
 
 def _show_serving(served: ServingEvaluation) -> None:
@@ -195,9 +193,16 @@ def _show_serving(served: ServingEvaluation) -> None:
     table.add_column("value", justify="right")
     for name, value in served.rows():
         table.add_row(name, value)
-    Console().print(table)
+    _print(table)
     if served.num_cycles:
-        Console().print(_positions_table(served.accepted_by_position))
+        _print(_positions_table(served.accepted_by_position))
+
+
+def _print(*shown: Table | str) -> None:
+    # Names of users may look like marks for colours or emoji.
+    console = Console(markup=False, emoji=False)
+    for each in shown:
+        console.print(each, soft_wrap=isinstance(each, str))
 
 
 def _positions_table(shares: list[float]) -> Table:

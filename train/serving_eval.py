@@ -180,7 +180,9 @@ def evaluate_serving(
         "tokenizer_sha256": tokenizer_identity(tokenizer),
     }
     for line in notes_on_target(identity, here):
-        Console(stderr=True, soft_wrap=True).print(f"note: {line}", highlight=False)
+        Console(stderr=True, soft_wrap=True, markup=False, emoji=False).print(
+            f"note: {line}", highlight=False
+        )
     evaluator = _Evaluator(config, target, drafter, tokenizer, chat)
     return evaluator.run(prompts)
 
