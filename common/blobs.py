@@ -190,10 +190,7 @@ class LocalBlobs:
         self.reads_direct = num_bytes > memory // 2
 
     def free_bytes(self) -> int:
-        folder = self.root
-        while not folder.exists():
-            folder = folder.parent
-        return shutil.disk_usage(folder).free
+        return shutil.disk_usage(nearest_there(self.root)).free
 
     def probe(self) -> str | None:
         for key in self.list(""):
@@ -217,6 +214,11 @@ class LocalBlobs:
 def is_temporary(key: str) -> bool:
     """Return whether a key is what an interrupted `create` left behind."""
     return key.rpartition("/")[2].startswith(_TEMPORARY)
+
+
+def nearest_there(path: Path) -> Path:
+    """Return a path or, where it is not there yet, the nearest one above it that is."""
+    return next(each for each in (path, *path.parents) if each.exists())
 
 
 def blobs_at(url: str, storage_options: Sequence[str] = ()) -> Blobs:
@@ -246,7 +248,7 @@ def blobs_at(url: str, storage_options: Sequence[str] = ()) -> Blobs:
         root = Path(rest if separator else url).expanduser()
         if root.is_symlink() and not root.exists():
             raise BadInput(f"{url} is a link to nothing ({root.readlink()}); is the disk mounted?")
-        nearest = next(path for path in (root, *root.parents) if path.exists())
+        nearest = nearest_there(root)
         if not nearest.is_dir():
             raise BadInput(f"{url} is no folder, since {nearest} is a file; give another folder")
         return LocalBlobs(root)

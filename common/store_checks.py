@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dflash_offline.common import records
-from dflash_offline.common.blobs import Blobs, LocalBlobs, is_temporary
+from dflash_offline.common.blobs import Blobs, LocalBlobs, is_temporary, nearest_there
 from dflash_offline.common.errors import BadInput, DamagedStore
 from dflash_offline.common.identity import (
     APPEND,
@@ -86,12 +86,7 @@ def _begun_header(blobs: Blobs) -> Header | None:
     """
     header = read_header(blobs, required=False)
     if header is None:
-        strangers = [key for key in blobs.list("") if not _is_beside_a_store(key)]
-        if strangers:
-            raise BadInput(
-                f"--out {blobs.url} is not empty and holds no store (it has {strangers[0]}); "
-                "give a new folder"
-            )
+        refuse_strangers(blobs, "--out")
         return None
     if not exists(blobs, MANIFEST_KEY):
         # Packs come after it, so a store that has some is damaged, not new.
@@ -141,7 +136,7 @@ def refuse_unwritable(blobs: Blobs) -> None:
     """
     if not isinstance(blobs, LocalBlobs):
         return
-    folder = next(path for path in (blobs.root, *blobs.root.parents) if path.exists())
+    folder = nearest_there(blobs.root)
     if os.statvfs(folder).f_flag & os.ST_RDONLY:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(folder))
     own = os.access in os.supports_effective_ids

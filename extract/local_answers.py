@@ -67,7 +67,7 @@ class LocalAnswers:
             trust_remote_code=config.trust_remote_code,
         )
         for chunk in self._chunks(jobs):
-            while waiting := self._unfinished(chunk):
+            while waiting := [job for job in chunk if job.finish_reason is None]:
                 for batch in self._chunks(waiting):
                     self._answer_once(target, batch, watch)
             yield from chunk
@@ -84,13 +84,6 @@ class LocalAnswers:
             chunk.append(job)
             width = max(width, needed)
         yield chunk
-
-    def _unfinished(self, jobs: Sequence[Job]) -> list[Job]:
-        """Return the jobs that have another question, and room for its answer."""
-        for job in jobs:
-            if job.finish_reason is None and not self._has_room(len(self._prompt(job))):
-                job.end()
-        return [job for job in jobs if job.finish_reason is None]
 
     def _refuse_long(self, job: Job) -> None:
         length = len(self._prompt(job))
@@ -132,3 +125,5 @@ class LocalAnswers:
             text = text.removesuffix("\ufffd") if each.is_cut else text
             reason = "length" if each.is_cut else "stop"
             job.take(Answer(text=text, finish_reason=reason, num_tokens=len(each.tokens)))
+            if job.finish_reason is None and not self._has_room(len(self._prompt(job))):
+                job.end()

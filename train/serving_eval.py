@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from dflash_offline.common.chat import (
@@ -25,6 +24,7 @@ from dflash_offline.common.progress import ProgressLine
 from dflash_offline.common.prompts import Prompt, read_prompts
 from dflash_offline.common.target import Target, load_target, load_tokenizer
 from dflash_offline.train.agreement import Agreement, Comparison, LogitTrace
+from dflash_offline.train.announce import say
 from dflash_offline.train.decode import Decoded, SpeculativeDecoder, decode_greedy
 from dflash_offline.train.drafter import Drafter
 from dflash_offline.train.eval_config import EvalConfig
@@ -180,9 +180,7 @@ def evaluate_serving(
         "tokenizer_sha256": tokenizer_identity(tokenizer),
     }
     for line in notes_on_target(identity, here):
-        Console(stderr=True, soft_wrap=True, markup=False, emoji=False).print(
-            f"note: {line}", highlight=False
-        )
+        say(f"note: {line}")
     evaluator = _Evaluator(config, target, drafter, tokenizer, chat)
     return evaluator.run(prompts)
 

@@ -217,9 +217,13 @@ def prepare(config: TrainConfig, world: World) -> Setup:
 
 
 def _objective(config: TrainConfig, shape: DrafterConfig, cache: Cache) -> Objective:
-    spec, num_topk = parse_loss(config.loss), cache.schema.num_topk
-    sizes = {"block_size": shape.block_size, "num_topk": num_topk}
-    return objective_of(spec, labels=config.labels, noise=config.noise, **sizes)
+    return objective_of(
+        parse_loss(config.loss),
+        labels=config.labels,
+        block_size=shape.block_size,
+        noise=config.noise,
+        num_topk=cache.schema.num_topk,
+    )
 
 
 def _check_options(config: TrainConfig) -> None:

@@ -122,16 +122,22 @@ def test_cut_answer_is_supervised_without_end_of_turn(reader: CorpusReader):
     assert reader.tokenizer.decode(row.tokens).endswith("Hello.")
 
 
+def with_own_template(reader: CorpusReader, folder: Path, template: str) -> CorpusReader:
+    (folder / "own.jinja").write_text(template)
+    options = ChatOptions(chat_template=folder / "own.jinja")
+    return replace(reader, options=options, max_length=1024)
+
+
 @pytest.mark.parametrize("as_text", [False, True], ids=["list", "text"])
 def test_tools_are_told_to_the_assistant(reader: CorpusReader, tmp_path: Path, as_text: bool):
     """Without the nulls that a table gives a call for the arguments of other calls."""
-    (tmp_path / "own.jinja").write_text(
+    reader = with_own_template(
+        reader,
+        tmp_path,
         "{{ tools|tojson }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
         "{% if m.tool_calls %}{{ m.tool_calls|tojson }}{% endif %}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
     )
-    options = ChatOptions(chat_template=tmp_path / "own.jinja")
-    reader = replace(reader, options=options, max_length=1024)
     calls = [[{"function": {"name": "f", "arguments": {key: "x"}}}] for key in ("city", "day")]
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     said = [
@@ -152,13 +158,13 @@ def test_tools_are_told_to_the_assistant(reader: CorpusReader, tmp_path: Path, a
 @pytest.mark.parametrize("wrap", [lambda call: {"type": "function", "function": call}, dict])
 def test_arguments_of_calls_are_mappings_to_the_template(reader, tmp_path, wrap):
     """Also where they are JSON text, as in OpenAI's form; what is no JSON mapping is left alone."""
-    (tmp_path / "own.jinja").write_text(
+    reader = with_own_template(
+        reader,
+        tmp_path,
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
         "{% for c in m.tool_calls or () %}{{ (c.function or c).arguments|tojson }}{% endfor %}"
-        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
     )
-    options = ChatOptions(chat_template=tmp_path / "own.jinja")
-    reader = replace(reader, options=options, max_length=1024)
     given = ({"city": "Rom"}, '{"city": "Rom"}', "in Rom", "[1]")
     calls = [wrap({"name": "f", "arguments": each}) for each in given]
     said = {"role": "assistant", "content": "", "tool_calls": calls}
@@ -169,13 +175,14 @@ def test_arguments_of_calls_are_mappings_to_the_template(reader, tmp_path, wrap)
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
 def test_reasoning_under_any_name_reaches_the_template(reader, tmp_path, name):
-    (tmp_path / "own.jinja").write_text(
+    reader = with_own_template(
+        reader,
+        tmp_path,
         "{% for m in messages %}<|im_start|>{{ m.role }}\n"
         "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
         "{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
     )
-    reader = replace(reader, options=ChatOptions(chat_template=tmp_path / "own.jinja"))
     (row,), _ = reader.convert(rows_of({"messages": [ASKED, SAID | {name: "Hm."}]}))
     assert supervised_text(reader, row) == "<think>Hm.</think>Hello.<|im_end|>"
     assert (row.mask & LossMask.REASONING).any()

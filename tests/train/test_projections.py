@@ -102,13 +102,18 @@ def test_gradients_reach_the_masters_unrounded(projections, form):
     assert (x.grad.double() - dx).norm() < 1e-2 * dx.norm()
 
 
-def test_fp8_rounds_two_products_and_not_the_weights_gradient():
-    torch.manual_seed(1)
-    projections = [Linear(32, 48), Linear(32, 16)]
-    for each in projections:
+def pair_with_input() -> tuple[list[Linear], torch.Tensor]:
+    """Two projections of widths that FP8 products take, and bfloat16 rows for them."""
+    made = [Linear(32, 48), Linear(32, 16)]
+    for each in made:
         torch.nn.init.normal_(each.weight)
         each.weight.grad = torch.zeros_like(each.weight)
-    x = torch.randn(64, 32, dtype=torch.bfloat16, requires_grad=True)
+    return made, torch.randn(64, 32, dtype=torch.bfloat16, requires_grad=True)
+
+
+def test_fp8_rounds_two_products_and_not_the_weights_gradient():
+    torch.manual_seed(1)
+    projections, x = pair_with_input()
     found = {}
     for name, fp8 in (("bf16", ()), ("fp8", projections[:1])):
         x.grad = None
@@ -129,11 +134,7 @@ def test_fp8_rounds_two_products_and_not_the_weights_gradient():
 @pytest.mark.parametrize("in_fp8", [(0,), (1,), (0, 1)], ids=str)
 def test_gradients_of_an_input_add_up_in_fp8(in_fp8):
     torch.manual_seed(2)
-    projections = [Linear(32, 48), Linear(32, 16)]
-    for each in projections:
-        torch.nn.init.normal_(each.weight)
-        each.weight.grad = torch.zeros_like(each.weight)
-    x = torch.randn(64, 32, dtype=torch.bfloat16, requires_grad=True)
+    projections, x = pair_with_input()
     upstream = [torch.randn(64, each.weight.shape[0]).bfloat16() for each in projections]
     with Copies(projections, [projections[i] for i in in_fp8]).in_use(torch.bfloat16):
         torch.autograd.backward(project(x, *projections), upstream)
