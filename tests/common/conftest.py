@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,6 +22,7 @@ import pyarrow as pa
 import pytest
 
 from dflash_offline.common import records
+from dflash_offline.common.blobs import Blobs
 from dflash_offline.common.store import MANIFEST_KEY, commit_key, index_key
 
 ACCESS, SECRET, BUCKET = "test-access", "test-secret", "bucket"
@@ -311,6 +312,30 @@ def _flipped(content: bytes) -> bytes:
     if changed:
         changed[len(changed) // 2] ^= 1
     return bytes(changed)
+
+
+@pytest.fixture
+def requests_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Blobs], list[str]]:
+    """What is asked of a storage from here on: `"read KEY"`, in the order asked."""
+
+    def watch(blobs: Blobs) -> list[str]:
+        asked: list[str] = []
+        kind = type(blobs)
+
+        def noting(name: str) -> Callable[..., Any]:
+            call = getattr(kind, name)
+
+            def noted(self, key, *rest, **options):
+                asked.append(f"{name} {key}")
+                return call(self, key, *rest, **options)
+
+            return noted
+
+        for name in ("read", "read_range", "read_into", "size", "list"):
+            monkeypatch.setattr(kind, name, noting(name))
+        return asked
+
+    return watch
 
 
 @pytest.fixture
