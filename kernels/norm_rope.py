@@ -22,6 +22,12 @@ from dflash_offline.kernels.norm_rope_kernels import (
     _swiglu_fwd_kernel,
 )
 from dflash_offline.kernels.optional_triton import is_interpreted, use_triton
+from dflash_offline.kernels.reference import inverse_frequencies, rotary_table
+
+__all__ = [
+    "add_rms_norm", "inverse_frequencies", "norm_rope", "rms_norm", "rope", "rotary_table",
+    "swiglu", "swiglu_linear",
+]  # fmt: skip
 
 # Programs of the backward passes, each of which leaves one partial sum of the weight gradient: four
 # for each of an H200's 132 multiprocessors.
@@ -57,8 +63,8 @@ def _check_rotary(x: Tensor, table: Tensor) -> None:
         raise ValueError(f"heads have {x.shape[2]} channels, which must be an even number")
     if table.shape != (x.shape[0], x.shape[2]):
         raise ValueError(
-            f"positions or table are for {tuple(table.shape)} rows and channels, must be for "
-            f"those of x: {(x.shape[0], x.shape[2])}"
+            f"table is for {tuple(table.shape)} rows and channels, must be for those of x: "
+            f"{(x.shape[0], x.shape[2])}"
         )
 
 
@@ -148,13 +154,6 @@ def add_rms_norm(
         return _RmsNorm.apply(x, residual, weight.contiguous(), eps)
 
 
-def rotary_table(positions: Tensor, head_dim: int, theta: float = 10_000.0) -> Tensor:
-    """Return cosines, then sines of the positions' angles, float32 [N, D], for all layers."""
-    inverse = reference.inverse_frequencies(head_dim, theta, positions.device)
-    angles = positions.float()[:, None] * inverse
-    return torch.cat([angles.cos(), angles.sin()], dim=1)
-
-
 class _NormRope(torch.autograd.Function):
     """Keeps x, weight and the table; the norm is computed again in backward."""
 
@@ -203,43 +202,35 @@ class _NormRope(torch.autograd.Function):
 def norm_rope(
     x: Tensor,
     weight: Tensor,
-    positions: Tensor,
+    table: Tensor,
     *,
-    theta: float = 10_000.0,
     eps: float = 1e-6,
-    table: Tensor | None = None,
     implementation: str | None = None,
 ) -> Tensor:
-    """Return rope(rms_norm(x, weight, eps), positions, theta): a head's norm and rotation at once.
+    """Return rope(rms_norm(x, weight, eps), table): a head's norm and rotation at once.
 
     Args:
         x: [N, heads, D], D even; rows may be any distance apart.
         weight: [D]
-        positions: integer [N]
-        theta: base of the rotary frequencies.
+        table: `rotary_table` of the rows' positions, float32 [N, D], one for all layers.
         eps: of the norm.
-        table: `rotary_table(positions, D, theta)`, where the caller has it for several layers.
         implementation: "reference" or "triton"; by default Triton on CUDA.
     """
-    if not use_triton(x, implementation):
-        return reference.norm_rope(x, weight, positions, theta=theta, eps=eps)
-    _check_norm(x, weight, 512)
-    table = rotary_table(positions, x.shape[2], theta) if table is None else table
     _check_rotary(x, table)
+    if not use_triton(x, implementation):
+        return reference.norm_rope(x, weight, table, eps=eps)
+    _check_norm(x, weight, 512)
     with torch.cuda.device_of(x):
         return _NormRope.apply(x, weight.contiguous(), table.contiguous(), eps)
 
 
-def rope(
-    x: Tensor, positions: Tensor, theta: float = 10_000.0, *, implementation: str | None = None
-) -> Tensor:
-    """Rotate the halves of every head of x [N, heads, D] by its position's angles [N]."""
-    if not use_triton(x, implementation):
-        return reference.rope(x, positions, theta)
-    table = rotary_table(positions, x.shape[2], theta)
+def rope(x: Tensor, table: Tensor, *, implementation: str | None = None) -> Tensor:
+    """Rotate the halves of every head of x [N, heads, D] by its row of `rotary_table` [N, D]."""
     _check_rotary(x, table)
+    if not use_triton(x, implementation):
+        return reference.rope(x, table)
     with torch.cuda.device_of(x):
-        return _NormRope.apply(x, None, table, 0.0)
+        return _NormRope.apply(x, None, table.contiguous(), 0.0)
 
 
 def _swiglu_tiles(gate: Tensor) -> tuple[tuple[int, int], dict]:

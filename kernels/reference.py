@@ -155,34 +155,41 @@ def add_rms_norm(
     return rms_norm(total, weight, eps), total
 
 
-def inverse_frequencies(head_dim: int, theta: float, device=None) -> Tensor:
+def inverse_frequencies(head_dim: int, theta: float) -> Tensor:
     """Return the rotary frequencies, float32 [D / 2]: theta ** (-2 i / D)."""
-    exponents = torch.arange(0, head_dim, 2, device=device).float() / head_dim
+    exponents = torch.arange(0, head_dim, 2).float() / head_dim
     return 1.0 / (theta**exponents)
 
 
-def rope(x: Tensor, positions: Tensor, theta: float = 10_000.0) -> Tensor:
-    """Rotate the two halves of every head by its position's angles (Qwen3's rotate-half form).
+def rotary_table(positions: Tensor, frequencies: Tensor, scale: float = 1.0) -> Tensor:
+    """Return scale * cosines, then sines, of the positions' angles, float32 [N, D].
+
+    Args:
+        positions: integer [N]
+        frequencies: float32 [D / 2], `inverse_frequencies` or scaled ones.
+        scale: of cosines and sines; YaRN has one.
+    """
+    angles = positions.float()[:, None] * frequencies
+    return torch.cat([angles.cos(), angles.sin()], dim=1) * scale
+
+
+def rope(x: Tensor, table: Tensor) -> Tensor:
+    """Rotate the two halves of every head by its row's angles (Qwen3's rotate-half form).
 
     Args:
         x: [N, heads, D]
-        positions: integer [N]
-        theta: base of the frequencies. Angles, sines and cosines are float32 for every dtype.
+        table: `rotary_table` of the rows' positions, float32 [N, D] for every dtype of x.
     """
-    inverse = inverse_frequencies(x.shape[-1], theta, x.device)
-    angles = positions.float()[:, None] * inverse  # [N, D / 2]
     dtype = compute_dtype(x)
-    cos, sin = (f(angles)[:, None].to(dtype) for f in (torch.cos, torch.sin))
+    cos, sin = table[:, None].to(dtype).chunk(2, dim=-1)
     left, right = x.to(dtype).chunk(2, dim=-1)
     return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1).to(x.dtype)
 
 
-def norm_rope(
-    x: Tensor, weight: Tensor, positions: Tensor, *, theta: float = 10_000.0, eps: float = 1e-6
-) -> Tensor:
-    """Return rope(rms_norm(x, weight)) of [N, heads, D], rounded once."""
+def norm_rope(x: Tensor, weight: Tensor, table: Tensor, *, eps: float = 1e-6) -> Tensor:
+    """Return rope(rms_norm(x, weight), table) of [N, heads, D], rounded once."""
     wide = x.to(compute_dtype(x))
-    return rope(rms_norm(wide, weight, eps), positions, theta).to(x.dtype)
+    return rope(rms_norm(wide, weight, eps), table).to(x.dtype)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ from dflash_offline.train.projections import (
     project_wide,
     share,
 )
+from dflash_offline.train.rotary import frequencies
 
 
 class _Rounded(torch.autograd.Function):
@@ -75,21 +76,6 @@ class Norm(nn.Module):
         return add_rms_norm(x, residual, self.weight_in(x.dtype), self.eps)
 
 
-@dataclass(frozen=True)
-class Places:
-    """Positions of rows [R], with the kernels' table of their angles where kernels will run."""
-
-    positions: torch.Tensor
-    table: torch.Tensor | None
-
-    @classmethod
-    def of(cls, positions: torch.Tensor, config: DrafterConfig) -> "Places":
-        """Make the table once, for all layers, queries and keys."""
-        if not positions.is_cuda:
-            return cls(positions, None)
-        return cls(positions, rotary_table(positions, config.head_dim, config.rope_theta))
-
-
 class Attention(nn.Module):
     """Block rows attend to the context before their anchor and to their own block."""
 
@@ -103,15 +89,16 @@ class Attention(nn.Module):
         self.q_norm = Norm(size, config.rms_norm_eps)
         self.k_norm = Norm(size, config.rms_norm_eps)
         self.head_dim = size
-        self.theta = config.rope_theta
         self.window = config.window(layer)
         self.causal = config.layer_causal[layer]
 
-    def keys(self, projected: torch.Tensor, places: Places) -> torch.Tensor:
-        """Norm and rotate projected keys [R, Hkv·D] to [R, Hkv, D]."""
+    def keys(self, projected: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Norm and rotate projected keys [R, Hkv·D] by places [R, D] to [R, Hkv, D]."""
         return self._rotated(projected, self.k_norm, places)
 
-    def context_pair(self, states: Shared, places: Places) -> tuple[torch.Tensor, torch.Tensor]:
+    def context_pair(
+        self, states: Shared, places: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return this layer's keys and values, [T, Hkv, D] each, of the context states [T, H]."""
         key, value = project_shared(states, self.k_proj, self.v_proj)
         return self.keys(key, places), self.values(value)
@@ -126,7 +113,7 @@ class Attention(nn.Module):
         context: tuple[torch.Tensor, torch.Tensor],
         *,
         tables: BlockTables,
-        places: Places,
+        places: torch.Tensor,
     ) -> torch.Tensor:
         """Attend from normed block rows [N, H], given the context's keys and values."""
         q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)
@@ -141,14 +128,12 @@ class Attention(nn.Module):
         )
         return self.o_proj(attended_NhD.flatten(1))
 
-    def _rotated(self, projected: torch.Tensor, norm: Norm, places: Places) -> torch.Tensor:
+    def _rotated(self, projected: torch.Tensor, norm: Norm, places: torch.Tensor) -> torch.Tensor:
         return norm_rope(
             self._heads(projected),
             norm.weight_in(projected.dtype),
-            places.positions,
-            theta=self.theta,
+            places,
             eps=norm.eps,
-            table=places.table,
         )
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
@@ -186,8 +171,8 @@ class Layer(nn.Module):
         context: tuple[torch.Tensor, torch.Tensor] | Shared,
         *,
         tables: BlockTables,
-        places: Places,
-        context_places: Places | None = None,
+        places: torch.Tensor,
+        context_places: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Map the residual stream to the next layer's.
 
@@ -196,7 +181,7 @@ class Layer(nn.Module):
             added: [N, H], what the layer before adds to it; each sum is made with its norm.
             context: keys and values of the context, [T, Hkv, D] each, or the states [T, H] to make
                 them from.
-            context_places: the states' places.
+            places, context_places: rotary tables of the rows, [N, D], and of the states, [T, D].
 
         Returns:
             The stream, and what this layer adds to it.
@@ -292,6 +277,14 @@ class Drafter(nn.Module):
             parameter.data.copy_(drawn)
         return self
 
+    def places(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return the rotary table of rows' positions, float32 [R, D], one for all layers."""
+        config = self.config
+        scaled = frequencies(
+            config.head_dim, config.rope_theta, config.rope_scaling, positions.device
+        )
+        return rotary_table(positions, *scaled)
+
     def context(self, features: torch.Tensor) -> torch.Tensor:
         """Project captured states [T, K·H] to the context states [T, H] that all layers share."""
         return self.hidden_norm(self.fc(features))
@@ -303,7 +296,7 @@ class Drafter(nn.Module):
 
         One projection makes all of them: the layers' `k_proj` and `v_proj` side by side.
         """
-        places = Places.of(positions, self.config)
+        places = self.places(positions)
         parts = project_wide(self.context(features), self._context_projections())
         return [
             (layer.self_attn.keys(key, places), layer.self_attn.values(value))
@@ -329,7 +322,7 @@ class Drafter(nn.Module):
         """
         if isinstance(self._copies, Gathered):
             contexts = [share(self.context(features))] * len(self.layers)
-            places = Places.of(tables.positions_ctx, self.config)
+            places = self.places(tables.positions_ctx)
         else:
             contexts, places = self.context_pairs(features, tables.positions_ctx), None
         return self._blocks(embeddings, contexts, tables.attention, tables.positions_block, places)
@@ -373,11 +366,11 @@ class Drafter(nn.Module):
         contexts: list[tuple[torch.Tensor, torch.Tensor]] | list[Shared],
         tables: BlockTables,
         positions: torch.Tensor,
-        context_places: Places | None = None,
+        context_places: torch.Tensor | None = None,
     ) -> torch.Tensor:
         given = {
             "tables": tables,
-            "places": Places.of(positions, self.config),
+            "places": self.places(positions),
             "context_places": context_places,
         }
         added = None

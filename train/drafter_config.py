@@ -10,6 +10,7 @@ from typing import Any
 
 from dflash_offline.common.errors import BadInput
 from dflash_offline.train.anchors import BlockLayout
+from dflash_offline.train.rotary import Scaling, scaling_of
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -70,6 +71,7 @@ class DrafterConfig:
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
     input_embedding_scale: float = 1.0
+    rope_scaling: Scaling = ()
 
     def __post_init__(self) -> None:
         count = self.num_hidden_layers
@@ -143,8 +145,12 @@ class DrafterConfig:
             "max_position_embeddings": self.max_position_embeddings,
             "initializer_range": self.initializer_range,
             "rope_theta": self.rope_theta,
-            "rope_scaling": None,
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "rope_scaling": dict(self.rope_scaling) or None,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": self.rope_theta,
+                **dict(self.rope_scaling),
+            },
             "layer_types": list(self.layer_types),
             "use_sliding_window": sliding,
             "sliding_window": self.sliding_window,
@@ -178,6 +184,7 @@ class DrafterConfig:
             head_dim=_wanted(config, "head_dim"),
             vocab_size=_wanted(config, "vocab_size"),
             rope_theta=_rope_theta(config),
+            rope_scaling=scaling_of(config),
             block_size=_either(config, "block_size"),
             mask_token_id=_either(config, "mask_token_id"),
             target_layer_ids=tuple(_either(config, "target_layer_ids")),
@@ -296,13 +303,6 @@ def _refuse_other_kinds(config: Mapping[str, Any]) -> None:
     if architecture not in known:
         raise BadInput(
             f"architectures of the drafter: {architecture} given; this program reads {known[0]}"
-        )
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise BadInput(
-            f"rope_parameters of the drafter: {dict(rope)} given; only the default type with full "
-            "rotary is trained here; start a new drafter"
         )
     special = config.get("dflash_config") or {}
     allowed = FIXED | {key: config.get(other) for key, other in REPEATED.items()}

@@ -23,8 +23,8 @@ HEAD = torch.ones(64, 16)
 OPS = {
     "rms_norm": lambda **k: ops.rms_norm(X, WEIGHT, **k),
     "add_rms_norm": lambda **k: ops.add_rms_norm(X, X, WEIGHT, **k),
-    "norm_rope": lambda **k: ops.norm_rope(HEADS, WEIGHT[:8], ROWS, **k),
-    "rope": lambda **k: ops.rope(HEADS, ROWS, **k),
+    "norm_rope": lambda **k: ops.norm_rope(HEADS, WEIGHT[:8], X[:, :8], **k),
+    "rope": lambda **k: ops.rope(HEADS, X[:, :8], **k),
     "swiglu": lambda **k: ops.swiglu(X, X, **k),
     "swiglu_linear": lambda **k: ops.swiglu_linear(X, X, HEAD, **k),
     "feature_noise": lambda **k: feature_noise(X, ROWS.int(), width=1.0, **k),

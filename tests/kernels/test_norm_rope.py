@@ -21,6 +21,11 @@ def rotate(x, positions, theta):
     return x * angles.cos().double() + half * angles.sin().double()
 
 
+def table(x, theta=1e4):
+    positions = POSITIONS.to(x.device)
+    return ops.rotary_table(positions, ops.inverse_frequencies(x.shape[-1], theta).to(x.device))
+
+
 def silu_product(gate, up):
     return gate / (1 + (-gate).exp()) * up
 
@@ -49,17 +54,17 @@ CASES = {
         [(6, 63), (6, 63), (63,)],
     ),
     "norm_rope": (
-        lambda x, w, **k: ops.norm_rope(x, w, POSITIONS.to(x.device), theta=1e6, eps=1e-6, **k),
+        lambda x, w, **k: ops.norm_rope(x, w, table(x, 1e6), eps=1e-6, **k),
         lambda x, w: rotate(rms(x, w, 1e-6), POSITIONS, 1e6),
         [(7, 5, 64), (64,)],
     ),
     "norm_rope, 96 channels": (
-        lambda x, w, **k: ops.norm_rope(x, w, POSITIONS.to(x.device), theta=1e4, eps=1e-6, **k),
+        lambda x, w, **k: ops.norm_rope(x, w, table(x, 1e4), eps=1e-6, **k),
         lambda x, w: rotate(rms(x, w, 1e-6), POSITIONS, 1e4),
         [(7, 1, 96), (96,)],
     ),
     "rope": (
-        lambda x, **k: ops.rope(x, POSITIONS.to(x.device), 1e6, **k),
+        lambda x, **k: ops.rope(x, table(x, 1e6), **k),
         lambda x: rotate(x, POSITIONS, 1e6),
         [(7, 3, 16)],
     ),
@@ -106,22 +111,22 @@ def test_strided_heads():
     x = wide[:, 64:].unflatten(1, (2, 64)).detach().requires_grad_()
     grads = []
     for implementation in ("triton", "reference"):
-        out = ops.norm_rope(x, weight, POSITIONS, implementation=implementation)
+        out = ops.norm_rope(x, weight, table(x), implementation=implementation)
         grads.append(torch.autograd.grad(out, x, torch.ones(1).expand_as(out))[0])
     torch.testing.assert_close(*grads)
 
 
 def test_strided_weights_and_tables():
     x, weight = torch.randn(7, 2, 64), torch.rand(64, 2)[:, 0]
-    wide = torch.cat([ops.rotary_table(POSITIONS, 64), torch.zeros(7, 64)], 1)
-    for op, options in (
-        (lambda *a, **k: ops.norm_rope(*a, POSITIONS, **k), {"table": wide[:, :64]}),
-        (ops.rms_norm, {}),
-        (lambda a, b, **k: ops.add_rms_norm(a, a, b, **k)[0], {}),
+    wide = torch.cat([table(x), torch.zeros(7, 64)], 1)
+    for op in (
+        lambda *a, **k: ops.norm_rope(*a, wide[:, :64], **k),
+        ops.rms_norm,
+        lambda a, b, **k: ops.add_rms_norm(a, a, b, **k)[0],
     ):
         given = x.clone().requires_grad_(), weight.clone().requires_grad_()
-        got = op(given[0], torch.stack([given[1]] * 2, 1)[:, 0], implementation="triton", **options)
-        wanted = op(*given, implementation="reference", **options)
+        got = op(given[0], torch.stack([given[1]] * 2, 1)[:, 0], implementation="triton")
+        wanted = op(*given, implementation="reference")
         torch.testing.assert_close(got, wanted)
         grads = (torch.autograd.grad(out.square().sum(), given) for out in (got, wanted))
         torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
@@ -130,10 +135,9 @@ def test_strided_weights_and_tables():
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
 def test_no_rows(implementation):
     x, weight = torch.zeros(0, 2, 8, requires_grad=True), torch.ones(8, requires_grad=True)
-    empty = torch.zeros(0, dtype=torch.int64)
     for out in (
         ops.rms_norm(x, weight, implementation=implementation),
-        ops.norm_rope(x, weight, empty, implementation=implementation),
+        ops.norm_rope(x, weight, torch.zeros(0, 8), implementation=implementation),
     ):
         grads = torch.autograd.grad(out.sum(), [x, weight])
         assert grads[0].shape == x.shape
@@ -148,13 +152,14 @@ def test_bad_shapes():
     with pytest.raises(ValueError, match="residual"):
         ops.add_rms_norm(torch.zeros(2, 8), torch.zeros(8), torch.zeros(8), implementation="triton")
     # What would read behind a tensor's end.
-    x, weight, positions = torch.zeros(2, 1, 8), torch.zeros(8), torch.arange(1)
-    with pytest.raises(ValueError, match="positions or table are for"):
-        ops.norm_rope(x, weight, positions, implementation="triton")
-    with pytest.raises(ValueError, match="positions or table are for"):
-        ops.rope(x, positions, implementation="triton")
-    with pytest.raises(ValueError, match="even"):
-        ops.rope(x[..., :7], torch.arange(2), implementation="triton")
+    x, weight, one = torch.zeros(2, 1, 8), torch.zeros(8), torch.zeros(1, 8)
+    for implementation in ("triton", "reference"):
+        with pytest.raises(ValueError, match="table is for"):
+            ops.norm_rope(x, weight, one, implementation=implementation)
+        with pytest.raises(ValueError, match="table is for"):
+            ops.rope(x, one, implementation=implementation)
+        with pytest.raises(ValueError, match="even"):
+            ops.rope(x[..., :7], torch.zeros(2, 7), implementation=implementation)
     with pytest.raises(ValueError, match="as gate"):
         ops.swiglu(torch.zeros(2, 8), torch.zeros(1, 8), implementation="triton")
     with pytest.raises(ValueError, match="as gate"):

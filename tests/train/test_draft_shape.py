@@ -177,7 +177,7 @@ def test_causality_in_the_other_place(shape_for):
         ({"block_size": 65}, {}, "block_size of the drafter: 65 given, 2 to 64 allowed"),
         ({"sliding_window": 32}, {}, "sets sliding_window to 32, but"),
         ({"hidden_act": "gelu"}, {}, "hidden_act of the drafter: 'gelu' given; allowed is 'silu'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, {}, "sets rope_scaling to"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, {}, "lack original_max_posit"),
         ({"dflash_config": {"gamma": 3}}, {}, "sets gamma to 3"),
         ({"dflash_config": 3}, {}, "dflash_config is no JSON object"),
         ({"dflash_config": {"mask_token_id": "<m>"}}, {}, "mask_token_id of the drafter: '<m>' g"),

@@ -22,6 +22,7 @@ KINDS = {
     "anchor-first": {"sample_from_anchor": True},
     # Other than the defaults of the functions that take them.
     "theta and epsilon": {"rope_theta": 700.0, "rms_norm_eps": 0.03},
+    "slower angles": {"rope_scaling": (("factor", 4.0), ("rope_type", "linear"))},
 }
 
 
@@ -50,6 +51,7 @@ def plain_block(toy, features, tokens, anchor) -> torch.Tensor:
         half = values.shape[-1] // 2
         # Angles are float32 in every implementation.
         inverse = 1.0 / config.rope_theta ** (torch.arange(half).float() / half)
+        inverse = inverse / dict(config.rope_scaling).get("factor", 1.0)
         angles = positions.float()[:, None, None] * inverse
         cos, sin = angles.cos().to(values.dtype), angles.sin().to(values.dtype)
         a, b = values[..., :half], values[..., half:]

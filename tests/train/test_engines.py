@@ -16,7 +16,7 @@ from transformers import Qwen3Config
 
 from dflash_offline.common.errors import BadInput
 from dflash_offline.train.anchors import AnchoredDocument, build_pass
-from dflash_offline.train.drafter import Drafter, Places
+from dflash_offline.train.drafter import Drafter
 from dflash_offline.train.drafter_config import FULL, SLIDING, DrafterConfig
 from dflash_offline.train.export import load_drafter, load_drafter_config, save_drafter
 
@@ -227,7 +227,7 @@ def drafter_mask(drafter: Drafter, layer: int, anchor: int) -> torch.Tensor:
         ],
         drafter.config.layout,
     )
-    places = Places.of(tables.positions_block, drafter.config)
+    places = drafter.places(tables.positions_block)
     x = torch.randn(BLOCK, 32, generator=generator)
     features = torch.randn(anchor, 96, generator=generator)
 

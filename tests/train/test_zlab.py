@@ -48,6 +48,13 @@ SHAPES = {
     "all_causal": {"layer_causal": (True, True)},
     "scaled": {"input_embedding_scale": 2.5, "output_multiplier": 0.5},
     "soft_cap": {"final_logit_softcapping": 4.0},
+    "yarn": {
+        "rope_scaling": (
+            ("factor", 8.0),
+            ("original_max_position_embeddings", 16),
+            ("rope_type", "yarn"),
+        )
+    },
 }
 
 
