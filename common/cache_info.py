@@ -1,12 +1,12 @@
 """`dflash-cache info` and `preview`: what a store holds, at a glance."""
 
 import json
+import sys
 from collections import Counter
 from typing import Any
 
 import click
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -14,6 +14,7 @@ from dflash_offline.common.cache import Cache, open_cache
 from dflash_offline.common.cache_cli import InfoConfig, PreviewConfig
 from dflash_offline.common.calibration_file import read_codec_report
 from dflash_offline.common.errors import BadInput
+from dflash_offline.common.plain_console import plain_console
 from dflash_offline.common.store import LOSS_MASK, TOKENS, TOPK_IDS, TOPK_LOGPROBS, supervised
 
 _LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt")
@@ -28,7 +29,7 @@ def info(config: InfoConfig) -> None:
     if config.json:
         click.echo(json.dumps(summary, indent=1))
         return
-    console = Console(markup=False, emoji=False)
+    console = plain_console(sys.stdout)
     console.print(_overview(config.url, summary))
     console.print(_table("Sources", summary["sources"]))
     console.print(_lengths(summary["lengths"]))
@@ -198,8 +199,7 @@ def preview(config: PreviewConfig) -> None:
             + ", ".join(cache.plan.samples[i].id for i in cache.samples[:3])
         ) from None
     tokenizer = AutoTokenizer.from_pretrained(cache.target_path())
-    # Highlighting takes minutes for a long id, and `:100:` in one is no picture.
-    console = Console(markup=False, highlight=False, emoji=False)
+    console = plain_console(sys.stdout)
     trained = supervised(document.loss_mask)
     console.print(
         f"{document.id} from {document.source}: {len(document.tokens)} tokens, "

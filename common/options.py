@@ -9,6 +9,7 @@ import errno
 import importlib
 import importlib.metadata
 import math
+import re
 import signal
 import sys
 import traceback
@@ -23,6 +24,7 @@ import yaml
 from dflash_offline.common.errors import BadInput, DamagedStore, FoundProblems, Stopped
 
 EXIT_BUG = 70
+_ADDRESS = re.compile(r"(\w{2,}):/")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 FAILING_DISK = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EREMOTEIO)
 
@@ -107,13 +109,19 @@ def click_command(config: type, *, name: str, help: str, run: str) -> click.Comm
 
 
 def _check_values(config: type, given: Mapping[str, Any]) -> None:
-    """Refuse what click's types let through: nothing where something must be, and NaN."""
+    """Refuse what click's types let through: nothing where something must be, addresses, and NaN."""
     for field in dataclasses.fields(config):
         value = given[field.name]
         for each in value if isinstance(value, tuple) else (value,):
             if each == "" and field.metadata["required"]:
                 raise BadInput(
                     f"{_names(field)[0]} is empty; give a value (is a variable of the shell unset?)"
+                )
+            # Path makes one slash of two; it would be a folder called "s3:".
+            if isinstance(each, Path) and (address := _ADDRESS.match(str(each))):
+                raise BadInput(
+                    f"{_names(field)[0]} lies at {address[1]}://…, but only local paths are allowed "
+                    "here; give one"
                 )
             if isinstance(each, float) and math.isnan(each):
                 raise BadInput(f"{_names(field)[0]} {each} is no number; give one")
@@ -269,8 +277,9 @@ def _plain(value: Any) -> Any:
 
 def print_config(config: Any, *, out: str, title: str) -> None:
     """Print the resolved configuration and where the command writes, as one table on stderr."""
-    from rich.console import Console
     from rich.table import Table
+
+    from dflash_offline.common.plain_console import plain_console
 
     table = Table(title=f"{title} → {out}", title_justify="left", show_header=False, box=None)
     table.add_column(no_wrap=True)
@@ -278,7 +287,7 @@ def print_config(config: Any, *, out: str, title: str) -> None:
     table.add_column(overflow="fold")
     for key, value in config_as_dict(config).items():
         table.add_row(f"--{key.replace('_', '-')}", "" if value is None else str(value))
-    Console(stderr=True, markup=False, emoji=False).print(table)
+    plain_console(sys.stderr).print(table)
 
 
 def save_config(config: Any) -> str:

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
-from rich.console import Console
 from rich.live import Live
 from rich.text import Text
+
+from dflash_offline.common.plain_console import plain_console
 
 _PLAIN_INTERVAL_S = 10.0
 
@@ -36,7 +37,7 @@ class ProgressLine:
         self._last_plain = float("-inf")
         self._text = ""
         self._file = file if file is not None else sys.stderr
-        console = Console(file=self._file, markup=False, emoji=False)
+        console = plain_console(self._file)
         self._live = Live(console=console, refresh_per_second=4) if console.is_terminal else None
 
     def __enter__(self) -> "ProgressLine":

@@ -12,12 +12,12 @@ import warnings
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.utils.import_utils import is_flash_linear_attention_available
 
 from dflash_offline.common.errors import BadInput
+from dflash_offline.common.plain_console import plain_console
 from dflash_offline.common.target import Target
 
 _LINEAR = "linear_attention"
@@ -50,7 +50,7 @@ def check_fast_path(
     )
     if not allow_slow_path:
         raise BadInput(message)
-    Console(stderr=True, markup=False, emoji=False).print(f"warning: {message}", highlight=False)
+    plain_console(sys.stderr).print(f"warning: {message}")
 
 
 def _why_slow() -> str | None:

@@ -4,14 +4,14 @@ A conversation of several questions is answered turn by turn. What an answer dep
 every row, and a second run goes on only under the same settings.
 """
 
+import sys
 import time
 from collections.abc import Sequence
-
-from rich.console import Console
 
 from dflash_offline.common.chat import ChatOptions
 from dflash_offline.common.device_memory import told_of_memory
 from dflash_offline.common.options import print_config
+from dflash_offline.common.plain_console import plain_console
 from dflash_offline.common.progress import ProgressLine
 from dflash_offline.extract.answers_file import AnswersFile
 from dflash_offline.extract.generate_config import GenerateConfig
@@ -49,7 +49,7 @@ def generate(config: GenerateConfig) -> None:
     if todo:
         with told_of_memory("the target's device", "finished rows are safe, lower --batch-tokens"):
             _write(source, todo, answers, total=len(jobs))
-    console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+    console = plain_console(sys.stderr)
     console.print(
         f"{len(jobs)} answers in {config.out}, {len(jobs) - len(todo)} of them from before"
     )

@@ -6,9 +6,9 @@ and all of them take units from one queue.
 """
 
 import os
+import sys
 
 import torch
-from rich.console import Console
 
 from dflash_offline.common.blobs import blobs_at
 from dflash_offline.common.cache import open_cache
@@ -16,6 +16,7 @@ from dflash_offline.common.device_memory import told_of_memory
 from dflash_offline.common.errors import BadInput, FoundProblems, Stopped
 from dflash_offline.common.identity import Identity
 from dflash_offline.common.options import config_as_dict, print_config
+from dflash_offline.common.plain_console import plain_console
 from dflash_offline.common.progress import JsonLog, format_seconds
 from dflash_offline.common.records import REMOVED
 from dflash_offline.common.store import MANIFEST_KEY, exists
@@ -89,7 +90,7 @@ def extract(config: ExtractConfig, place: Place) -> None:
 
 def _lead(config: ExtractConfig, crew: Crew, stop: StopRequest, device: torch.device) -> None:
     print_config(config, out=config.out, title="dflash-extract")
-    console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+    console = plain_console(sys.stderr)
     if config.dry_run:
         console.print(dry_run(config, device))
         return
@@ -114,7 +115,7 @@ def _lead(config: ExtractConfig, crew: Crew, stop: StopRequest, device: torch.de
 def _lead_target(
     config: ExtractConfig, planned: Planned, target: Target, crew: Crew, stop: StopRequest
 ) -> None:
-    console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+    console = plain_console(sys.stderr)
     # A plan alone may be made where the target's forward takes minutes.
     checks = [] if config.plan_only else self_check(target, planned.schema.layers, planned.checked)
     report(checks)

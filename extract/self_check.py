@@ -5,16 +5,18 @@ plausible states and a drafter that is a third worse; here they give a table wit
 Letters: T tokens of a sample, H hidden, V vocabulary.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from dflash_offline.common.cache import Cache
 from dflash_offline.common.errors import FoundProblems
+from dflash_offline.common.plain_console import plain_console
 from dflash_offline.common.target import Target
 from dflash_offline.extract.forward import StateForward
 
@@ -122,9 +124,9 @@ def report(checks: Sequence[Check], *, what: str = "self-check", remedy: str = _
         return
     table = Table(what, "value", "bound", "", box=None)
     for check in checks:
-        verdict = "ok" if check.is_good else "[red]wrong"
+        verdict = "ok" if check.is_good else Text("wrong", style="red")
         table.add_row(check.name, f"{check.value:.2g}", f"{check.bound:.2g}", verdict)
-    Console(stderr=True, emoji=False).print(table)
+    plain_console(sys.stderr).print(table)
     if bad := [check.name for check in checks if not check.is_good]:
         raise FoundProblems(
             f"the {what} failed ({', '.join(bad)}): the states are not the target's, so {remedy}; "

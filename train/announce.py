@@ -4,18 +4,18 @@ import resource
 import sys
 
 import torch
-from rich.console import Console
 
 from dflash_offline.common.options import print_config, save_config
+from dflash_offline.common.plain_console import plain_console
 from dflash_offline.train.setup import Setup
 from dflash_offline.train.sharding import ALL
 
 
 def say(*lines: str) -> None:
     """Print lines for the user on stderr."""
-    console = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
+    console = plain_console(sys.stderr)
     for line in lines:
-        console.print(line, markup=False)
+        console.print(line, soft_wrap=True)
 
 
 def announce(setup: Setup) -> None:

@@ -2,18 +2,19 @@
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from dflash_offline.common.cache import open_cache
 from dflash_offline.common.device_memory import told_of_memory
 from dflash_offline.common.errors import BadInput, FoundProblems
 from dflash_offline.common.options import print_config
+from dflash_offline.common.plain_console import plain_console
 from dflash_offline.train.compare import PAGE_NAME, comparison_table, read_runs, write_comparison
 from dflash_offline.train.draft_shape import check_fits
 from dflash_offline.train.eval_config import EvalConfig
@@ -199,8 +200,7 @@ def _show_serving(served: ServingEvaluation) -> None:
 
 
 def _print(*shown: Table | str) -> None:
-    # Names of users may look like marks for colours or emoji.
-    console = Console(markup=False, emoji=False)
+    console = plain_console(sys.stdout)
     for each in shown:
         console.print(each, soft_wrap=isinstance(each, str))
 
