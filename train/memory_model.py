@@ -19,6 +19,7 @@ from dflash_offline.train.config import TrainConfig
 from dflash_offline.train.drafter_config import DrafterConfig
 from dflash_offline.train.fp8 import ALL, NONE
 from dflash_offline.train.objective import Objective
+from dflash_offline.train.sources import planned
 from dflash_offline.train.stream import CONTEXT_FACTOR
 from dflash_offline.train.target_head import TargetHead
 
@@ -245,14 +246,9 @@ def _load_of(
     world_size: int,
 ) -> Load:
     """Return what a run puts on one GPU with passes of at most `rows` rows."""
-
-    def column(name: str) -> np.ndarray:
-        pairs = zip(caches, wanted, strict=True)
-        return np.concatenate([cache.plan.column(name)[indices] for cache, indices in pairs])
-
     most_rows, context = typical_pass(
-        column("length"),
-        column("supervised"),
+        planned(caches, wanted, "length"),
+        planned(caches, wanted, "supervised"),
         num_anchors=config.num_anchors,
         block_size=block_size,
         rows=rows,

@@ -17,7 +17,6 @@ from dflash_offline.common.cache import Cache
 from dflash_offline.common.errors import BadInput
 from dflash_offline.common.options import config_as_dict
 from dflash_offline.kernels.block_attention import table_sizes
-from dflash_offline.kernels.head_rows import warm_up_loss
 from dflash_offline.train.checkpoint import FINAL, RunState, check_learned, checkpoints, load_state
 from dflash_offline.train.config import TrainConfig
 from dflash_offline.train.distributed import World
@@ -40,7 +39,6 @@ from dflash_offline.train.mask_token import MaskToken, choose_mask_token
 from dflash_offline.train.memory_model import memory_line
 from dflash_offline.train.objective import Objective, objective_of
 from dflash_offline.train.order import SampleOrder, StoreSamples
-from dflash_offline.train.row_loss import BestTokens, row_losses
 from dflash_offline.train.schedule import parse_every
 from dflash_offline.train.sharding import ALL, Sharding
 from dflash_offline.train.sources import (
@@ -53,7 +51,7 @@ from dflash_offline.train.sources import (
 from dflash_offline.train.stream import PassInput, StreamOptions
 from dflash_offline.train.target_head import TargetHead, load_target_head
 from dflash_offline.train.wandb_log import check_wandb
-from dflash_offline.train.warm_up import blank_pass, warm_up_step
+from dflash_offline.train.warm_up import blank_pass, warm_up_head, warm_up_step
 
 _DEFAULT_EPOCHS = 6.0
 # Options that change nothing of what a step learns from.
@@ -121,15 +119,7 @@ class Setup:
             return
         codecs = [cache.schema.codec for cache in self.caches]
         warm_up_step(self.drafter, self.head, self.objective, self.stream_options, codecs=codecs)
-        k = self.objective.num_topk
-        ids = torch.arange(k, dtype=torch.int32, device=self.device).expand(self.head.chunk_rows, k)
-
-        def loss(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            best = BestTokens(ids[: len(x)].contiguous(), -1.0 - ids[: len(x)].float())
-            teacher = best if k else x.detach()
-            return row_losses(self.head, x, labels, teacher, self.objective).loss
-
-        warm_up_loss(loss, self.head.weight, chunk_rows=self.head.chunk_rows)
+        warm_up_head(self.head, self.objective)
 
     @functools.cached_property
     def idle_pass(self) -> PassInput:
@@ -167,10 +157,7 @@ def prepare(config: TrainConfig, world: World) -> Setup:
     dtype = _dtype(config.dtype, device)
     checkpoint, state = _start(config)
     caches = open_caches(config)
-    wanted = [
-        training_samples(config, cache, url)
-        for url, cache in zip(config.cache, caches, strict=True)
-    ]
+    wanted = training_samples(config, caches)
     check_supervision(config, caches, wanted)
     head = load_target_head(caches[0])
     shape, mask_token = _shape(config, caches, head, checkpoint)
@@ -185,14 +172,18 @@ def prepare(config: TrainConfig, world: World) -> Setup:
     learned = _learned(config, caches, wanted, shape) | {"dtype": str(dtype)[len("torch.") :]}
     if checkpoint is not None:
         check_learned(state.learned, learned, config.out)
-    given = {"objective": objective, "device": device, "world_size": world.size}
-    memory = memory_line(config, shape, caches, wanted, head=head.to("meta", dtype), **given)
+    memory = memory_line(
+        config,
+        shape,
+        caches,
+        wanted,
+        objective=objective,
+        head=head.to("meta", dtype),
+        device=device,
+        world_size=world.size,
+    )
     drafter = _drafter(config, shape, checkpoint)
-    sharding = None
-    if config.shard == ALL and world.size > 1:
-        sharding = Sharding(drafter, world=world, device=device, dtype=dtype)
-    else:
-        drafter.to(device)
+    sharding = _placed(drafter, config.shard, world, device=device, dtype=dtype)
     return Setup(
         config=config,
         world=world,
@@ -353,6 +344,16 @@ def _drafter(config: TrainConfig, shape: DrafterConfig, checkpoint: Path | None)
         drafter.load_state_dict(loaded.state_dict())
         return drafter
     return Drafter(shape).initialise(config.seed)
+
+
+def _placed(
+    drafter: Drafter, shard: str, world: World, *, device: torch.device, dtype: torch.dtype
+) -> Sharding | None:
+    """Put a drafter where training runs, whole or in slices."""
+    if shard == ALL and world.size > 1:
+        return Sharding(drafter, world=world, device=device, dtype=dtype)
+    drafter.to(device)
+    return None
 
 
 def _order(config: TrainConfig, caches: list[Cache], wanted: list[list[int]]) -> SampleOrder:

@@ -66,19 +66,28 @@ def _check_teacher(config: TrainConfig, caches: list[Cache]) -> None:
             )
 
 
-def training_samples(config: TrainConfig, cache: Cache, url: str) -> list[int]:
-    """Return the samples of a store to train on, in plan order."""
-    wanted = cache.training_samples
-    if not wanted:
-        raise BadInput(f"--cache {url} has no training sample; extract with less --holdout")
-    if config.where is not None:
-        chosen = select(cache.plan, config.where)
-        wanted = [index for index in wanted if chosen[index]]
+def training_samples(config: TrainConfig, caches: list[Cache]) -> list[list[int]]:
+    """Return the samples of each store to train on, in plan order."""
+    every = []
+    for url, cache in zip(config.cache, caches, strict=True):
+        wanted = cache.training_samples
         if not wanted:
-            raise BadInput(
-                f"--where {config.where}: no training sample of {url} meets it; widen it"
-            )
-    return wanted[: config.num_samples]
+            raise BadInput(f"--cache {url} has no training sample; extract with less --holdout")
+        if config.where is not None:
+            chosen = select(cache.plan, config.where)
+            wanted = [index for index in wanted if chosen[index]]
+            if not wanted:
+                raise BadInput(
+                    f"--where {config.where}: no training sample of {url} meets it; widen it"
+                )
+        every.append(wanted[: config.num_samples])
+    return every
+
+
+def planned(caches: list[Cache], wanted: list[list[int]], name: str) -> np.ndarray:
+    """Return a field of the plan for all samples of stores that are trained on."""
+    pairs = zip(caches, wanted, strict=True)
+    return np.concatenate([cache.plan.column(name)[indices] for cache, indices in pairs])
 
 
 def what_is_read(caches: list[Cache], wanted: list[list[int]]) -> list[dict[str, Scalar]]:
@@ -118,12 +127,7 @@ def warn_of_short_documents(
     caches: list[Cache], wanted: list[list[int]], layout: BlockLayout
 ) -> None:
     """Warn once if no document is as long as a block."""
-    lengths = np.concatenate(
-        [
-            cache.plan.column("length")[indices]
-            for cache, indices in zip(caches, wanted, strict=True)
-        ]
-    )
+    lengths = planned(caches, wanted, "length")
     longest = int(lengths.max())
     if longest >= layout.block_size:
         return

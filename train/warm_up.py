@@ -10,10 +10,12 @@ import torch
 
 from dflash_offline.common.topk import TopK
 from dflash_offline.kernels.coded_states import CODE_BYTES, GROUP, CodedStates
+from dflash_offline.kernels.head_rows import warm_up_loss
 from dflash_offline.train.anchors import AnchoredDocument
 from dflash_offline.train.documents import LoadedDocument, StreamOptions
 from dflash_offline.train.drafter import Drafter
 from dflash_offline.train.objective import Objective
+from dflash_offline.train.row_loss import BestTokens, row_losses
 from dflash_offline.train.step import accumulate
 from dflash_offline.train.stream import PassInput, assemble
 from dflash_offline.train.target_head import TargetHead
@@ -42,6 +44,18 @@ def warm_up_step(
     for parameter in drafter.parameters():
         if parameter.grad is not None:
             parameter.grad.zero_()
+
+
+def warm_up_head(head: TargetHead, objective: Objective) -> None:
+    """Run the losses of every number of rows that a chunk of logits may have kernels for."""
+    k = objective.num_topk
+    ids = torch.arange(k, dtype=torch.int32, device=head.weight.device).expand(head.chunk_rows, k)
+
+    def loss(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        best = BestTokens(ids[: len(x)].contiguous(), -1.0 - ids[: len(x)].float())
+        return row_losses(head, x, labels, best if k else x.detach(), objective).loss
+
+    warm_up_loss(loss, head.weight, chunk_rows=head.chunk_rows)
 
 
 def blank_pass(
