@@ -19,7 +19,12 @@ from dflash_offline.common.cache_verify import broken_packs, find_file_problems,
 from dflash_offline.common.errors import BadInput, DamagedStore, FoundProblems
 from dflash_offline.common.lease import is_owner_key
 from dflash_offline.common.options import signals_wait
-from dflash_offline.common.pack_index import damaged_indexes, scan_records, write_pack_index
+from dflash_offline.common.pack_index import (
+    damaged_indexes,
+    leftovers,
+    scan_records,
+    write_pack_index,
+)
 from dflash_offline.common.plan_writer import restore_metadata
 from dflash_offline.common.quantize import EncodedStates
 from dflash_offline.common.records import REMOVED
@@ -29,7 +34,6 @@ from dflash_offline.common.store import (
     LOSS_MASK,
     TOKENS,
     Schema,
-    commit_key,
     exists,
     index_key,
     read_plan,
@@ -100,10 +104,7 @@ def _damaged_tokens(cache: Cache, packs: set[int]) -> list[str]:
 
 def _delete_leftovers(blobs: Blobs, schema: Schema, packs: set[int]) -> int:
     """Delete temporary files, and shards and records of packs that do not exist."""
-    kept = {shard_key(name, pack) for name in schema.state_arrays for pack in packs}
-    kept |= {commit_key(pack) for pack in packs}
-    folders = (*(f"{name}/c" for name in schema.state_arrays), COMMIT)
-    gone = [key for folder in folders for key in blobs.list(folder) if key not in kept]
+    gone = leftovers(blobs, schema, packs)
     gone += [key for name in (TOKENS, LOSS_MASK) for key in blobs.list(name) if is_temporary(key)]
     return _delete_all(blobs, gone)
 

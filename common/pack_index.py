@@ -5,12 +5,13 @@ the digest of their record; a pack given up stays listed with the digest of the 
 longer counts, so that a crash between the new index and the deletion changes nothing.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from dflash_offline.common import records
 from dflash_offline.common.blobs import Blobs, in_parallel, is_temporary
 from dflash_offline.common.errors import DamagedStore
-from dflash_offline.common.store import COMMIT, commit_key, exists, index_key
+from dflash_offline.common.store import COMMIT, Schema, commit_key, exists, index_key, shard_key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +117,18 @@ def scan_records(blobs: Blobs) -> tuple[PackIndex, list[str]]:
         if pack_of(key) == record["pack"] and dropped.get(record["pack"]) != digest:
             packs[record["pack"]] = (digest, sorted(record["quarantined"]))
     return PackIndex(number=number, packs=packs, dropped=dropped), unreadable
+
+
+def leftovers(blobs: Blobs, schema: Schema, packs: Collection[int]) -> list[str]:
+    """Return temporary files, and shards of states and records of packs that do not exist.
+
+    Args:
+        packs: that exist.
+    """
+    kept = {shard_key(name, pack) for name in schema.state_arrays for pack in packs}
+    kept |= {commit_key(pack) for pack in packs}
+    folders = (*(f"{name}/c" for name in schema.state_arrays), COMMIT)
+    return [key for folder in folders for key in blobs.list(folder) if key not in kept]
 
 
 def read_record(blobs: Blobs, index: PackIndex, pack: int) -> dict:

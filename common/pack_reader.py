@@ -5,7 +5,7 @@ without another copy on local disks and with one on object storage. Neighbouring
 read as one: at 8 MiB each a request is long enough.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,7 +16,7 @@ from dflash_offline.common.codecs import codec_named
 from dflash_offline.common.direct_io import Seen
 from dflash_offline.common.errors import DamagedStore
 from dflash_offline.common.shards import BadShard, index_bytes, parse_index, read_chunk
-from dflash_offline.common.store import Schema, shard_key
+from dflash_offline.common.store import Schema, exists, shard_key
 
 
 def read_chunks(
@@ -57,6 +57,23 @@ def read_flat(
     out = np.empty(schema.pack_tokens, schema.arrays[name].dtype)
     read_chunks(blobs, schema, name, pack, record, [(0, out)])
     return out
+
+
+def damaged_flat(
+    blobs: Blobs, schema: Schema, pack: int, records: Mapping[str, dict[str, Any]]
+) -> list[str]:
+    """Return the keys of a pack's one-chunk shards that are there and not what was written.
+
+    Args:
+        records: array to size and checksums.
+    """
+    damaged = []
+    for name, record in records.items():
+        try:
+            read_flat(blobs, schema, name, pack, record)
+        except DamagedStore:
+            damaged.append(shard_key(name, pack))
+    return [key for key in damaged if exists(blobs, key)]
 
 
 def _read_once(

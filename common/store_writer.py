@@ -22,11 +22,12 @@ from dflash_offline.common.lease import Joined, Ownership, take_ownership
 from dflash_offline.common.pack_arrays import inner_chunks, state_arrays
 from dflash_offline.common.pack_index import (
     PackIndex,
+    leftovers,
     read_pack_index,
     read_record,
     write_pack_index,
 )
-from dflash_offline.common.pack_reader import read_flat
+from dflash_offline.common.pack_reader import damaged_flat, read_flat
 from dflash_offline.common.plan_writer import (
     NewPlan,
     append_plan,
@@ -36,7 +37,6 @@ from dflash_offline.common.plan_writer import (
 )
 from dflash_offline.common.store import (
     CALIBRATION,
-    COMMIT,
     LOSS_MASK,
     MANIFEST_KEY,
     TOKENS,
@@ -371,13 +371,12 @@ class Store:
 
     def _drop_uncommitted(self) -> None:
         """Delete what an interrupted run left: temporary files, shards and uncounted records."""
-        packs = self.committed
-        kept = {shard_key(name, pack) for name in self.schema.state_arrays for pack in packs}
-        kept |= {commit_key(pack) for pack in packs}
-        for folder in (*(f"{name}/c" for name in self.schema.state_arrays), COMMIT):
-            for key in self.blobs.list(folder):
-                if key not in kept:
-                    self.blobs.delete(key)
+        for key in leftovers(self.blobs, self.schema, self.committed):
+            self.blobs.delete(key)
+        # Where `dflash-cache rm` was interrupted, tokens may not be the plan's any more.
+        for pack in self._index.dropped.keys() - self.committed:
+            for key in damaged_flat(self.blobs, self.schema, pack, self._token_files[pack]):
+                self.blobs.delete(key)
         if self._index.dropped:
             self._index = write_pack_index(self.blobs, self._index.cleared(), self.plan.num_packs)
 

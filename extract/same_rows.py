@@ -23,6 +23,7 @@ from dflash_offline.common import chat, prompts, store, turns
 from dflash_offline.common.blobs import Blobs
 from dflash_offline.common.errors import DamagedStore
 from dflash_offline.common.identity import Scalar
+from dflash_offline.common.pack_index import read_pack_index
 from dflash_offline.common.pack_reader import read_flat
 from dflash_offline.common.records import sha256
 from dflash_offline.common.store import LOSS_MASK, TOKENS, Plan, Schema, shard_key
@@ -121,6 +122,10 @@ def stored_plan(
         return None
     found, token_files = store.read_plan(blobs, batches=True)
     if found.report.get(_REPORTED) != digest or plan_fields(found) != header.identity.plan:
+        return None
+    index = read_pack_index(blobs, found.num_packs)
+    if index.dropped.keys() - index.packs.keys():
+        # Their tokens may be written anew too, where `dflash-cache rm` was killed.
         return None
     for name in (TOKENS, LOSS_MASK):
         wanted = {shard_key(name, pack) for pack in range(found.num_packs)}

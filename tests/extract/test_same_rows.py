@@ -237,6 +237,17 @@ def test_shard_that_a_repair_gave_up(name, extract, store, tmp_path):
     assert content(store) == content(tmp_path / "whole")
 
 
+def test_pack_that_a_killed_rm_was_rewriting(extract, store, run, monkeypatch):
+    """Its tokens are not the plan's any more, and come from the rows."""
+    extract()
+    before = content(store)
+    with monkeypatch.context() as killed:
+        killed.setattr(Store, "commit_pack", lambda *_, **__: 1 / 0)
+        assert run(cache_command, "rm", store, "--yes", "--where", 'id == "row-1"') == 70
+    assert extract()[:2] == (0, COUNT)
+    assert content(store) == before
+
+
 def test_damaged_tokens_are_not_taken_for_the_check(extract, store):
     extract("--plan-only")
     for file in (store / "tokens/c").rglob("*"):
