@@ -18,7 +18,6 @@ from itertools import islice
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from multiprocessing.reduction import ForkingPickler
-from traceback import format_exc
 from typing import Any
 
 from dflash_offline.common.errors import BadInput, Stopped
@@ -26,6 +25,8 @@ from dflash_offline.common.errors import BadInput, Stopped
 _CHUNK_ROWS = 64
 _CHUNKS_AHEAD = 2  # for each process
 _JOIN_S = 10.0
+# Of a process of multiprocessing whose function raises, once its traceback is printed.
+_EXIT_BUG = 1
 
 
 def num_cores() -> int:
@@ -50,7 +51,7 @@ def map_rows(
 
     Raises:
         BadInput: as the function raised it, after the results of the rows before.
-        RuntimeError: it raised something else, whose traceback this one holds.
+        RuntimeError: it raised something else, whose traceback is on standard error.
         Stopped: a process ended by itself.
     """
     if num_workers <= 1:
@@ -78,7 +79,7 @@ def map_rows(
 @dataclass(frozen=True)
 class _Answer:
     results: list[Any]
-    problem: BadInput | RuntimeError | None  # of the row after the results
+    problem: BadInput | None  # of the row after the results
 
 
 @dataclass(frozen=True)
@@ -128,9 +129,12 @@ def _ask(idle: "queue.SimpleQueue[_Worker]", chunk: Sequence[Any]) -> _Answer:
         return worker.pipe.recv()
     except (EOFError, OSError):
         worker.process.join(_JOIN_S)
+        code = worker.process.exitcode
+        if code == _EXIT_BUG:
+            raise RuntimeError("a process that tokenises rows failed; see its traceback") from None
         raise Stopped(
-            f"a process that tokenises rows ended with exit code {worker.process.exitcode}; was it "
-            "killed for memory? The same command starts again"
+            f"a process that tokenises rows ended with exit code {code}; was it killed for memory? "
+            "The same command starts again"
         ) from None
     finally:
         idle.put(worker)
@@ -140,20 +144,28 @@ def _serve(pipe: Connection) -> None:
     # Ctrl-C reaches every process of the terminal; the first one decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        function = pipe.recv()
-        while True:
-            rows = pipe.recv()
-            results: list[Any] = []
-            problem: BadInput | RuntimeError | None = None
-            try:
-                for row in rows:
-                    results.append(function(row))
-            except BadInput as raised:
-                problem = raised
-            except MemoryError:
-                raise
-            # This process's boundary: a bug is told by the first one, with what led to it.
-            except Exception:
-                problem = RuntimeError(f"in a process that tokenises rows:\n{format_exc()}")
-            pipe.send(_Answer(results, problem))
+    function = _received(pipe)
+    while (rows := _received(pipe)) is not None:
+        answer = _answer(function, rows)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            pipe.send(answer)
+
+
+def _received(pipe: Connection) -> Any:
+    """Return what the first process sends; None once it is gone."""
+    try:
+        return pipe.recv()
+    except (EOFError, ConnectionResetError):
+        return None
+
+
+def _answer(function: Callable[[Any], Any], rows: Sequence[Any]) -> _Answer:
+    results: list[Any] = []
+    try:
+        for row in rows:
+            results.append(function(row))
+    except BadInput as problem:
+        return _Answer(results, problem)
+    except MemoryError as problem:
+        raise SystemExit(Stopped.exit_code) from problem
+    return _Answer(results, None)

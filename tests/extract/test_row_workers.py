@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -65,11 +66,19 @@ def test_lost_process_stops_the_run():
 
 
 @pytest.mark.parametrize(("call", "row"), [(json.loads, "{"), (os.rmdir, "/nowhere")])
-def test_bug_in_a_process_comes_with_its_traceback(call: Callable[[str], object], row: str):
+def test_bug_in_a_process_comes_with_its_traceback(
+    call: Callable[[str], object], row: str, capfd: pytest.CaptureFixture
+):
     """Not as a process that was killed: the same command would end the same way."""
-    with pytest.raises(RuntimeError, match=r"(?s)Traceback.*(JSONDecodeError|/nowhere)") as told:
+    with pytest.raises(RuntimeError, match="see its traceback") as told:
         list(map_rows(call, [row], num_workers=2))
     assert not isinstance(told.value, Stopped)
+    assert re.search(r"(?s)Traceback.*(JSONDecodeError|/nowhere)", capfd.readouterr().err)
+
+
+def test_process_without_memory_stops_the_run():
+    with pytest.raises(Stopped, match="exit code 3; was it killed for memory"):
+        list(map_rows(bytes, [1 << 62], num_workers=2))
 
 
 MEETING = """
