@@ -1,6 +1,6 @@
 """Answers by the target in this process, a batch of conversations at a time."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -54,8 +54,8 @@ class LocalAnswers:
         Raises:
             BadInput: a first prompt and its answer exceed the target's context; nothing is loaded.
         """
-        for job in jobs:
-            self._refuse_long(job)
+        # Lengths alone: the ids of all prompts would fill the memory.
+        lengths = {job.key: self._first_length(job) for job in jobs}
         config = self._config
         device = default_device()
         target = load_target(
@@ -66,18 +66,20 @@ class LocalAnswers:
             head=True,
             trust_remote_code=config.trust_remote_code,
         )
-        for chunk in self._chunks(jobs):
+        for chunk in self._chunks(jobs, lengths):
+            prompts = {job.key: self._prompt(job) for job in chunk}
             while waiting := [job for job in chunk if job.finish_reason is None]:
-                for batch in self._chunks(waiting):
-                    self._answer_once(target, batch, watch)
+                lengths = {job.key: len(prompts[job.key]) for job in waiting}
+                for batch in self._chunks(waiting, lengths):
+                    self._answer_once(target, batch, prompts, watch)
             yield from chunk
 
-    def _chunks(self, jobs: Sequence[Job]) -> Iterator[list[Job]]:
-        """Yield runs of jobs whose next prompts fit a batch."""
+    def _chunks(self, jobs: Sequence[Job], lengths: Mapping[str, int]) -> Iterator[list[Job]]:
+        """Yield runs of jobs whose next prompts, of these lengths by key, fit a batch."""
         chunk: list[Job] = []
         width = 0
         for job in jobs:
-            needed = len(self._prompt(job)) + self._config.max_new_tokens
+            needed = lengths[job.key] + self._config.max_new_tokens
             if chunk and max(width, needed) * (len(chunk) + 1) > self._config.batch_tokens:
                 yield chunk
                 chunk, width = [], 0
@@ -85,7 +87,7 @@ class LocalAnswers:
             width = max(width, needed)
         yield chunk
 
-    def _refuse_long(self, job: Job) -> None:
+    def _first_length(self, job: Job) -> int:
         length = len(self._prompt(job))
         if not self._has_room(length):
             raise BadInput(
@@ -93,6 +95,7 @@ class LocalAnswers:
                 f"prompt {job.id} is above the target's context of {self._context}; lower it, or "
                 "leave the prompt out"
             )
+        return length
 
     def _has_room(self, length: int) -> bool:
         return self._context is None or length + self._config.max_new_tokens <= self._context
@@ -103,11 +106,14 @@ class LocalAnswers:
         except BadInput as problem:
             raise BadInput(f"prompt {job.id}: {problem}; change it or leave it out") from problem
 
-    def _answer_once(self, target: Target, jobs: Sequence[Job], watch: Watch) -> None:
+    def _answer_once(
+        self, target: Target, jobs: Sequence[Job], prompts: dict[str, list[int]], watch: Watch
+    ) -> None:
+        """Answer the prompts of jobs, and render those that come next."""
         limit = self._config.max_new_tokens
         decoded = decode_batch(
             target,
-            [self._prompt(job) for job in jobs],
+            [prompts[job.key] for job in jobs],
             [job.seed(self._config.seed) for job in jobs],
             stop_ids=stop_token_ids(self._tokenizer, target.generation_config),
             sampling=Sampling(
@@ -125,5 +131,7 @@ class LocalAnswers:
             text = text.removesuffix("\ufffd") if each.is_cut else text
             reason = "length" if each.is_cut else "stop"
             job.take(Answer(text=text, finish_reason=reason, num_tokens=len(each.tokens)))
-            if job.finish_reason is None and not self._has_room(len(self._prompt(job))):
-                job.end()
+            if job.finish_reason is None:
+                prompts[job.key] = self._prompt(job)
+                if not self._has_room(len(prompts[job.key])):
+                    job.end()

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import threading
+from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -140,6 +141,21 @@ def test_answers_of_every_prompt_format(make_target, prompts, run, tmp_path):
         assert row["messages"][1]["content"] == tokenizer.decode(alone).removesuffix("\ufffd")
 
 
+def test_prompts_are_rendered_twice(make_target, prompts, run, tmp_path, monkeypatch):
+    """To be measured, all of them, and to be answered."""
+    rendered: Counter[str] = Counter()
+    render = local_answers.render_prompt
+
+    def counted(tokenizer, messages, options):
+        rendered[str(messages)] += 1
+        return render(tokenizer, messages, options)
+
+    monkeypatch.setattr(local_answers, "render_prompt", counted)
+    args = ("--target", make_target("qwen3"), "--data", prompts, "--max-new-tokens", 6)
+    assert run(generate_command, *args, "--out", tmp_path / "answers.jsonl") == 0
+    assert set(rendered.values()) == {2}
+
+
 def test_answer_is_whole(make_target, prompts, run, tmp_path, monkeypatch):
     """With the special tokens inside, and without the half of a character at a cut end."""
     folder, out = make_target("qwen3"), tmp_path / "answers.jsonl"
@@ -183,9 +199,9 @@ def test_resume_goes_on_and_repairs_a_cut_row(make_target, prompts, run, tmp_pat
     asked = []
     answer_once = local_answers.LocalAnswers._answer_once
 
-    def counted(self, target, jobs, watch):
+    def counted(self, target, jobs, *rest):
         asked.extend(job.id for job in jobs)
-        answer_once(self, target, jobs, watch)
+        answer_once(self, target, jobs, *rest)
 
     monkeypatch.setattr(local_answers.LocalAnswers, "_answer_once", counted)
     assert run(generate_command, *args, "--out", out) == 0
@@ -208,11 +224,11 @@ def test_signal_keeps_finished_batches(make_target, prompts, run, tmp_path, monk
     answer_once = local_answers.LocalAnswers._answer_once
     calls = []
 
-    def interrupted(self, target, jobs, watch):
+    def interrupted(self, target, jobs, *rest):
         calls.append(len(jobs))
         if len(calls) == 3:
             os.kill(os.getpid(), signal.SIGTERM)
-        answer_once(self, target, jobs, watch)
+        answer_once(self, target, jobs, *rest)
 
     with monkeypatch.context() as patch:
         patch.setattr(local_answers.LocalAnswers, "_answer_once", interrupted)
