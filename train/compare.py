@@ -8,8 +8,8 @@ from rich.table import Table
 
 from dflash_offline.common.errors import BadInput
 from dflash_offline.train.page import figure, note, page, shown, table
-from dflash_offline.train.plots import Curve, bar_plot, line_plot, share_plot
-from dflash_offline.train.report import RunRecords
+from dflash_offline.train.plots import Curve, line_plot, time_plot
+from dflash_offline.train.report import RunRecords, positions
 
 PAGE_NAME = "comparison.html"
 _HEADS = ("run", "steps", "held-out acceptance", "best", "loss", "tokens/s", "rows/s", "seconds")
@@ -119,17 +119,14 @@ def _positions(logs: Sequence[RunRecords], names: Sequence[str]) -> str:
         return found.get("held out") or found["training"]
 
     groups = {name: last(log) for log, name in zip(logs, names, strict=True)}
-    svg = bar_plot(
-        "acceptance by position", groups, xlabel="drafted token", ylabel="share accepted"
-    )
-    return figure(svg, "Share of blocks in which this token and all before it were right.")
+    return positions(groups)
 
 
 def _time(logs: Sequence[RunRecords], names: Sequence[str]) -> str:
     groups = {name: log.seconds() for log, name in zip(logs, names, strict=True)}
     if not any(groups.values()):
         return note("The logs hold no times.")
-    return figure(share_plot("time", groups, xlabel="seconds"), "Wall time of the runs.")
+    return figure(time_plot(groups), "Wall time of the runs.")
 
 
 def _differences(logs: Sequence[RunRecords], names: Sequence[str]) -> str:

@@ -78,14 +78,13 @@ def line_plot(
         return _svg(figure, name)
 
 
-def bar_plot(
-    name: str, groups: Mapping[str, Mapping[str, float]], *, xlabel: str, ylabel: str
-) -> str:
-    """Return an SVG of vertical bars.
+def position_plot(groups: Mapping[str, Mapping[str, float]]) -> str:
+    """Return an SVG of bars, the share of blocks in which a drafted token was accepted.
 
     Args:
-        groups: legend entry to {place on the x axis: height}; places keep their first order.
+        groups: legend entry to {drafted token: share}; tokens keep their first order.
     """
+    name = "acceptance by position"
     places = list(dict.fromkeys(place for heights in groups.values() for place in heights))
     width = 0.8 / max(1, len(groups))
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
@@ -97,17 +96,17 @@ def bar_plot(
             axes.bar(x, y, width, label=label, color=COLOURS[index % len(COLOURS)])
         axes.set_xticks(range(len(places)), places)
         axes.grid(axis="x", visible=False)
-        axes.set_xlabel(xlabel)
-        axes.set_ylabel(ylabel)
+        axes.set_xlabel("drafted token")
+        axes.set_ylabel("share accepted")
         if len(groups) > 1:
             axes.legend(fontsize=8.5)
         return _svg(figure, name)
 
 
-def share_plot(name: str, groups: Mapping[str, Mapping[str, float]], *, xlabel: str) -> str:
-    """Return an SVG of horizontal bars, one a group, divided into named parts."""
+def time_plot(groups: Mapping[str, Mapping[str, float]]) -> str:
+    """Return an SVG of horizontal bars, one a group, divided into the seconds of its parts."""
     parts = list(dict.fromkeys(part for sizes in groups.values() for part in sizes))
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": "time"}):
         figure, axes = _figure(height=0.9 + 0.45 * len(groups))
         left = np.zeros(len(groups))
         for index, part in enumerate(parts):
@@ -117,9 +116,9 @@ def share_plot(name: str, groups: Mapping[str, Mapping[str, float]], *, xlabel: 
             left += sizes
         axes.grid(axis="y", visible=False)
         axes.invert_yaxis()
-        axes.set_xlabel(xlabel)
+        axes.set_xlabel("seconds")
         axes.legend(fontsize=8.5, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
-        return _svg(figure, name)
+        return _svg(figure, "time")
 
 
 def thin(steps: Sequence[float], values: Sequence[float]) -> np.ndarray:

@@ -11,7 +11,7 @@ from typing import Any
 
 from dflash_offline.common.errors import BadInput
 from dflash_offline.train.page import figure, note, page, shown, table
-from dflash_offline.train.plots import Curve, bar_plot, line_plot, share_plot
+from dflash_offline.train.plots import Curve, line_plot, position_plot, time_plot
 
 LOG_NAME = "log.jsonl"
 REPORT_NAME = "report.html"
@@ -125,7 +125,7 @@ def write_report(run_dir: Path) -> Path:
         ("loss", "Loss", _loss(log)),
         ("schedule", "Learning rate and gradient norm", _schedule(log)),
         ("acceptance", "Acceptance length on held-out samples", _acceptance(log)),
-        ("positions", "Acceptance by position", _positions(log)),
+        ("positions", "Acceptance by position", positions(log.positions())),
         ("sources", "Acceptance length by source", _sources(log)),
         ("time", "Where the time went", _time(log)),
         ("config", "Configuration", _configuration(log)),
@@ -141,39 +141,28 @@ def _loss(log: RunRecords) -> str:
 
 def _schedule(log: RunRecords) -> str:
     rate = line_plot("learning rate", [log.curve("lr")], ylabel="learning rate")
-    norm = line_plot(
-        "gradient norm", [log.curve("grad_norm")], ylabel="gradient norm", is_log=_positive(log)
-    )
+    norms = log.curve("grad_norm")
+    is_log = any(value > 0 for value in norms.values)
+    norm = line_plot("gradient norm", [norms], ylabel="gradient norm", is_log=is_log)
     return figure(rate, "Peak after the warm-up.") + figure(norm, "Before clipping.")
 
 
-def _positive(log: RunRecords) -> bool:
-    return any(value > 0 for value in log.curve("grad_norm").values)
-
-
 def _acceptance(log: RunRecords) -> str:
-    curves = [log.curve("acceptance", label="training blocks")]
+    ylabel = "acceptance length"
+    curve = log.curve("acceptance", label="training blocks")
+    training = line_plot("training acceptance", [curve], ylabel=ylabel)
     text = "Tokens gained per target step; 1 is decoding without a drafter."
-    if log.evals:
-        held_out = log.acceptance_curve(label="held out")
-        svg = line_plot(
-            "acceptance length", [held_out], ylabel="acceptance length", has_markers=True
-        )
-        return figure(svg, text) + figure(_training_acceptance(curves), "On the training blocks.")
-    return note("No evaluation on held-out samples in this run.") + figure(
-        _training_acceptance(curves), text
-    )
+    if not log.evals:
+        return note("No evaluation on held-out samples in this run.") + figure(training, text)
+    held_out = log.acceptance_curve(label="held out")
+    svg = line_plot("acceptance length", [held_out], ylabel=ylabel, has_markers=True)
+    return figure(svg, text) + figure(training, "On the training blocks.")
 
 
-def _training_acceptance(curves: list[Curve]) -> str:
-    return line_plot("training acceptance", curves, ylabel="acceptance length")
-
-
-def _positions(log: RunRecords) -> str:
-    svg = bar_plot(
-        "acceptance by position", log.positions(), xlabel="drafted token", ylabel="share accepted"
-    )
-    return figure(svg, "Share of blocks in which this token and all before it were right.")
+def positions(groups: Mapping[str, Mapping[str, float]]) -> str:
+    """Return the figure of acceptance by position; see `position_plot`."""
+    caption = "Share of blocks in which this token and all before it were right."
+    return figure(position_plot(groups), caption)
 
 
 def _sources(log: RunRecords) -> str:
@@ -192,12 +181,12 @@ def _time(log: RunRecords) -> str:
     if not seconds:
         return note("The log holds no times.")
     total = sum(seconds.values())
-    svg = share_plot("time", {log.name: seconds}, xlabel="seconds")
     rows = [
         (part, shown(spent), f"{100 * spent / total:.1f} %" if total else "n/a")
         for part, spent in sorted(seconds.items(), key=lambda item: -item[1])
     ]
-    return figure(svg, "Wall time of the run.") + table(("part", "seconds", "share"), rows)
+    times = figure(time_plot({log.name: seconds}), "Wall time of the run.")
+    return times + table(("part", "seconds", "share"), rows)
 
 
 def _result_rows(log: RunRecords) -> list[tuple[str, str]]:

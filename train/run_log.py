@@ -18,9 +18,10 @@ from torch.utils.tensorboard import SummaryWriter
 
 from dflash_offline.common.progress import JsonLog, ProgressLine
 from dflash_offline.train.distributed import World, sum_numbers
+from dflash_offline.train.report import LOG_NAME
 from dflash_offline.train.wandb_log import WandbLog, numbers_of
 
-LOG_NAME, TENSORBOARD = "log.jsonl", "tensorboard"
+TENSORBOARD = "tensorboard"
 FIELDS = ("step", "loss", "acceptance", "tok/s", "rows/s", "MFU", "data-wait", "read", "memory")
 
 
