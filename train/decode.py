@@ -22,7 +22,7 @@ from dflash_offline.common.unplanned_attention import unplanned_attention
 from dflash_offline.train.acceptance import accept_greedy, accept_sampled, probabilities
 from dflash_offline.train.drafter import Drafter
 from dflash_offline.train.drafter_config import DrafterConfig
-from dflash_offline.train.rollback import RollbackCache, cache_argument
+from dflash_offline.train.rollback import RollbackCache
 
 Watcher = Callable[[int, Tensor], None]
 
@@ -57,7 +57,7 @@ class TargetSequence:
         self._model = target.causal
         self._device = target.device
         self._cache = RollbackCache(target.config)
-        self._argument = cache_argument(target.causal)
+        self._argument = target.cache_argument()
 
     @unplanned_attention()
     def feed(self, tokens: list[int], *, num_logits: int) -> Tensor:

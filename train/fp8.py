@@ -8,7 +8,6 @@ from dflash_offline.train.objective import Objective
 from dflash_offline.train.target_head import TargetHead
 
 NONE, HEAD, ALL = "none", "head", "all"
-CHOICES = (NONE, HEAD, ALL)
 # The first GPUs whose matrix units multiply FP8.
 _CAPABILITY = (8, 9)
 
@@ -25,7 +24,7 @@ def use_fp8(
     """Switch on what `--fp8` asks for; the drafter is changed in place.
 
     Args:
-        choice: one of `CHOICES`.
+        choice: `NONE`, `HEAD` or `ALL`.
         head, drafter: on the device, the head in the compute dtype.
 
     Returns:

@@ -7,7 +7,6 @@ state cannot be undone, go back to a snapshot from which the kept tokens are run
 This is the one place that knows the cache classes of transformers.
 """
 
-import inspect
 from typing import Any
 
 import torch
@@ -49,12 +48,6 @@ class RollbackCache:
         for mark in self._marks:
             mark.cut(fed, kept=0 if again else kept)
         return not again
-
-
-def cache_argument(model: torch.nn.Module) -> str:
-    """Return the name of the forward argument that takes the cache."""
-    # transformers 5.24 renamed `past_key_values` to `cache`; both are in use.
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 class _Mark:

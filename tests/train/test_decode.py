@@ -17,7 +17,7 @@ from dflash_offline.train.agreement import Agreement, Comparison, LogitTrace, Pr
 from dflash_offline.train.decode import SpeculativeDecoder, decode_greedy
 from dflash_offline.train.drafter import Drafter
 from dflash_offline.train.drafter_config import DrafterConfig
-from dflash_offline.train.rollback import RollbackCache, cache_argument
+from dflash_offline.train.rollback import RollbackCache
 
 VOCAB, HIDDEN = 29, 32
 SHAPE = {
@@ -201,7 +201,7 @@ def test_rollback_cache(kind: str, kept: int, tmp_path: Path) -> None:
 
     def run(cache: RollbackCache, part: list[int]) -> torch.Tensor:
         with torch.inference_mode():
-            argument = {cache_argument(target.causal): cache.layers_state}
+            argument = {target.cache_argument(): cache.layers_state}
             return target.causal(torch.tensor([part]), use_cache=True, **argument).logits[0]
 
     plain, rolled = RollbackCache(target.config), RollbackCache(target.config)
