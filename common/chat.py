@@ -111,9 +111,21 @@ def _template_in(file: Path) -> str:
 
 
 def chat_identity(tokenizer: PreTrainedTokenizerBase, options: ChatOptions) -> dict[str, str]:
-    """Return the flat fields that two stores must share for their tokens to mean the same."""
+    """Return the flat fields that two stores must share for their tokens to mean the same.
+
+    Raises:
+        BadInput: no template, or an argument that it does not read.
+    """
+    template = chat_template(tokenizer, options)
+    for name in options.chat_template_args:
+        # A misspelt name would have no effect at all.
+        if not re.search(rf"\b{name}\b", template):
+            raise BadInput(
+                f"--chat-template-arg {name} is a name that the chat template does not read; "
+                "correct it, or leave it out"
+            )
     return {
-        "chat_template_sha256": _sha256(chat_template(tokenizer, options)),
+        "chat_template_sha256": _sha256(template),
         "chat_template_args": json.dumps(options.chat_template_args, sort_keys=True),
         "system_prompt": options.system_prompt or "",
     }

@@ -16,7 +16,7 @@ APPEND = ("target", "store")
 MIX = ("target",)
 
 _REMEDY = {
-    "target": "use the same target and chat options, or another --out",
+    "target": "use the same target, layers and chat options, or another --out",
     "store": "use the same option, or another --out",
     "plan": "use the same option, add --append for more data, or use another --out",
 }

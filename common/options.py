@@ -24,7 +24,6 @@ import yaml
 from dflash_offline.common.errors import BadInput, DamagedStore, FoundProblems, Stopped
 
 EXIT_BUG = 70
-_ADDRESS = re.compile(r"(\w{2,}):/")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 FAILING_DISK = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EREMOTEIO)
 
@@ -109,22 +108,17 @@ def click_command(config: type, *, name: str, help: str, run: str) -> click.Comm
 
 
 def _check_values(config: type, given: Mapping[str, Any]) -> None:
-    """Refuse what click's types let through: nothing where something must be, addresses, and NaN."""
+    """Refuse what click's types let through: nothing where something must be, addresses, NaN."""
     for field in dataclasses.fields(config):
-        value = given[field.name]
+        name, value = _names(field)[0], given[field.name]
         for each in value if isinstance(value, tuple) else (value,):
             if each == "" and field.metadata["required"]:
-                raise BadInput(
-                    f"{_names(field)[0]} is empty; give a value (is a variable of the shell unset?)"
-                )
-            # Path makes one slash of two; it would be a folder called "s3:".
-            if isinstance(each, Path) and (address := _ADDRESS.match(str(each))):
-                raise BadInput(
-                    f"{_names(field)[0]} lies at {address[1]}://…, but only local paths are allowed "
-                    "here; give one"
-                )
+                raise BadInput(f"{name} is empty; give a value (is a variable of the shell unset?)")
+            # A Path has one slash left of two, and would be a folder called "s3:".
+            if isinstance(each, Path) and re.match(r"\w{2,}:/", str(each)):
+                raise BadInput(f"{name} {each} is an address; only local paths are allowed here")
             if isinstance(each, float) and math.isnan(each):
-                raise BadInput(f"{_names(field)[0]} {each} is no number; give one")
+                raise BadInput(f"{name} {each} is no number; give one")
 
 
 class _GroupedCommand(click.Command):

@@ -10,6 +10,11 @@ from typing import Any
 from dflash_offline.common.errors import BadInput, Stopped
 
 _ROW_BEGINS = b'{"id": "'
+# Of settings that are not called as their options are.
+_OPTIONS = {
+    "chat_template_sha256": "chat-template (its SHA-256)",
+    "chat_template_args": "chat-template-arg",
+}
 
 
 class AnswersFile:
@@ -113,7 +118,8 @@ class AnswersFile:
         given = {"target": self._target, **self._settings}
         for name in sorted(given.keys() | found.keys()):
             if given.get(name) != found.get(name):
+                option = _OPTIONS.get(name, name.replace("_", "-"))
                 raise BadInput(
-                    f"{name} is {given.get(name)!r} but --out {self.path} was written with "
+                    f"--{option} is {given.get(name)!r} but --out {self.path} was written with "
                     f"{found.get(name)!r}; use the same option, or a new file"
                 )

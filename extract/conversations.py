@@ -95,8 +95,8 @@ def parse_row(row: Row) -> Content:
     if values.get("prompt") is not None:
         return _told(row, _as_messages(row, "prompt"))
     raise BadInput(
-        f"--data {row.address} has the columns {', '.join(sorted(values)) or 'none'}; a row has "
-        f"{_FORMATS}"
+        f"--data {row.address} has the columns {', '.join(sorted(values)) or 'none'}; rename them: "
+        f"a row has {_FORMATS}"
     )
 
 
@@ -193,6 +193,12 @@ def _content_of(row: Row, where: str, message: dict[str, Any]) -> str:
     if isinstance(value, list):
         for k, part in enumerate(value):
             if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+                kind = part.get("type") if isinstance(part, dict) else None
+                if isinstance(kind, str) and kind != "text":
+                    raise BadInput(
+                        f"--data {row.address}: {where}[{k}] is of type {kind}; allowed are parts "
+                        "of text alone, so leave the row out"
+                    )
                 raise _wrong_type(row, f"{where}[{k}]", part, "a part with a text")
         # Templates of text models print a list as it is.
         return "".join(part["text"] for part in value)

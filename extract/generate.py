@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from dflash_offline.common.chat import ChatOptions
 from dflash_offline.common.device_memory import told_of_memory
+from dflash_offline.common.errors import BadInput
 from dflash_offline.common.options import print_config
 from dflash_offline.common.plain_console import plain_console
 from dflash_offline.common.progress import ProgressLine
@@ -30,6 +31,7 @@ def generate(config: GenerateConfig) -> None:
         Stopped: a signal, a full disk or a server that fails; finished rows are safe.
     """
     print_config(config, out=str(config.out), title="dflash-generate")
+    _refuse_idle_options(config)
     options = ChatOptions.from_options(
         config.chat_template, config.chat_template_arg, config.system_prompt
     )
@@ -55,6 +57,21 @@ def generate(config: GenerateConfig) -> None:
     )
     for line in prompts.unusable_lines():
         console.print(line)
+
+
+def _refuse_idle_options(config: GenerateConfig) -> None:
+    """Refuse what would have no effect."""
+    if config.temperature == 0 and config.num_answers > 1:
+        raise BadInput(
+            f"--num-answers {config.num_answers} at --temperature 0 would be the same answer each "
+            "time; give a temperature above 0"
+        )
+    if config.temperature == 0 and config.top_p < 1:
+        raise BadInput(
+            f"--top-p {config.top_p} has no effect at --temperature 0; give a temperature above 0"
+        )
+    if config.api_key and not config.endpoint:
+        raise BadInput("--api-key is for a server; give its --endpoint too, or leave the key out")
 
 
 def _write(

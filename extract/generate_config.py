@@ -28,7 +28,8 @@ class GenerateConfig:
         type=click.Choice(["auto", "bfloat16", "float32"]),
     )
     data: tuple[str, ...] = option(
-        help="Prompts: JSONL, JSON, Parquet or Arrow file, or hf:ID[:SUBSET[:SPLIT]]; repeatable.",
+        help="Prompts: JSONL, JSON, Parquet or Arrow file or folder, or hf:ID[:SUBSET[:SPLIT]]; "
+        "repeatable.",
         names=("--data", "--data-path"),
         multiple=True,
         required=True,

@@ -10,8 +10,21 @@ from typing import Any
 
 from dflash_offline.common.errors import BadInput
 from dflash_offline.common.prompts import NOT_UNICODE, is_unicode
-from dflash_offline.extract.conversations import Conversation, Message, parse_row
+from dflash_offline.extract.conversations import (
+    Completion,
+    Conversation,
+    Message,
+    RenderedText,
+    TokenIds,
+    parse_row,
+)
 from dflash_offline.extract.rows import Row, read_rows
+
+_OTHERS = {
+    Completion: "a prompt with its completion",
+    RenderedText: "rendered text",
+    TokenIds: "token ids",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,8 +164,8 @@ def _conversation(row: Row) -> Conversation:
     content = parse_row(row)
     if not isinstance(content, Conversation):
         raise BadInput(
-            f"--data {row.address} is no conversation; to be answered a row needs messages, "
-            "conversations, turns or a prompt"
+            f"--data {row.address} is no conversation but {_OTHERS[type(content)]}; to be answered "
+            "a row needs messages, conversations, turns, or a prompt alone"
         )
     return content
 

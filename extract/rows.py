@@ -143,8 +143,8 @@ def _files(path: Path) -> list[Path]:
         return files
     if not is_file:
         raise BadInput(
-            f"--data {path} does not exist; give a {', '.join(_ENDINGS)} file or "
-            "hf:ID[:SUBSET[:SPLIT]]"
+            f"--data {path} does not exist; give a {', '.join(_ENDINGS)} file, a folder of them "
+            "or hf:ID[:SUBSET[:SPLIT]]"
         )
     if not path.name.endswith(_ENDINGS):
         raise BadInput(f"--data {path} has an unknown ending; allowed are {', '.join(_ENDINGS)}")
@@ -207,8 +207,10 @@ def _json_lines(file: Path) -> Iterator[Any]:
                 yield json.loads(line)
             # The last for brackets in brackets without an end.
             except (ValueError, RecursionError) as problem:
+                # The place that JSON names counts lines from this one.
+                reason = problem.msg if isinstance(problem, json.JSONDecodeError) else problem
                 raise BadInput(
-                    f"--data {file} line {number} is not JSON ({problem}); one object a line is "
+                    f"--data {file} line {number} is not JSON ({reason}); one object a line is "
                     "allowed"
                 ) from problem
 

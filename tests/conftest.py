@@ -26,7 +26,9 @@ TARGET_CONFIG = b"""{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"
  "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97, "rms_norm_eps": 1e-6,
  "rope_theta": 10000.0, "max_position_embeddings": 4096, "tie_word_embeddings": true}"""
 CHAT_TEMPLATE = (
+# It reads `deep`, which changes nothing.
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% if deep %}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 

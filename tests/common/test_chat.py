@@ -304,13 +304,15 @@ def test_identity_follows_every_chat_option(tokenizer):
     plain = chat.chat_identity(tokenizer, ChatOptions())
     variants = [
         ChatOptions(system_prompt="Be brief."),
-        ChatOptions(chat_template_args={"enable_thinking": False}),
+        ChatOptions(chat_template_args={"add_generation_prompt": False}),
     ]
     identities = [chat.chat_identity(tokenizer, options) for options in variants]
     tokenizer.chat_template = CHATML + " "
     identities.append(chat.chat_identity(tokenizer, ChatOptions()))
     for identity in identities:
         assert sum(identity[key] != plain[key] for key in plain) == 1
+    with pytest.raises(BadInput, match="enable_thinkng is a name that the chat template does not"):
+        chat.chat_identity(tokenizer, ChatOptions(chat_template_args={"enable_thinkng": False}))
 
 
 def test_stop_token_ids(tokenizer):

@@ -243,13 +243,18 @@ def test_signal_keeps_finished_batches(make_target, prompts, run, tmp_path, monk
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (("--temperature", 0.5), "temperature is 0.5 but"),
-        (("--max-new-tokens", 7), "max_new_tokens is 7 but"),
-        (("--system-prompt", "Hm."), "system_prompt is 'Hm.'"),
-        (("--chat-template-arg", "enable_thinking=false"), "chat_template_args is"),
-        (("--seed", 3), "seed is 3 but"),
-        (("--dtype", "bfloat16"), "dtype is 'bfloat16' but"),
+        (("--temperature", 0.5), "--temperature is 0.5 but"),
+        (("--max-new-tokens", 7), "--max-new-tokens is 7 but"),
+        (("--system-prompt", "Hm."), "--system-prompt is 'Hm.'"),
+        (("--chat-template-arg", "deep=false"), "--chat-template-arg is"),
+        (("--chat-template-arg", "deeep=false"), "deeep is a name that the chat template does not"),
+        (("--seed", 3), "--seed is 3 but"),
+        (("--dtype", "bfloat16"), "--dtype is 'bfloat16' but"),
         (("--target-revision", "v2"), "--target-revision v2 is for a hub id"),
+        (("--top-p", 0.9), "--top-p 0.9 has no effect at --temperature 0"),
+        (("--num-answers", 2), "--num-answers 2 at --temperature 0 would be the same answer"),
+        (("--api-key", "key"), "--api-key is for a server"),
+        (("--out", "s3://bucket/answers.jsonl"), "--out s3:/bucket/answers.jsonl is an address"),
     ],
 )
 def test_other_settings_are_refused(make_target, prompts, run, tmp_path, capsys, change, words):
@@ -273,20 +278,24 @@ def test_another_revision_is_refused(make_target, prompts, run, tmp_path, capsys
     args = (*args, "--max-new-tokens", 3)
     assert run(generate_command, *args) == 0
     assert run(generate_command, *args, "--target-revision", "v2") == 2
-    assert "target_revision is 'v2' but" in capsys.readouterr().err.splitlines()[-1]
+    assert "--target-revision is 'v2' but" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
         ("", "holds no rows"),
-        ('{"text": "x"}\n', "row 1 is no conversation"),
+        ('{"text": "x"}\n', "row 1 is no conversation but rendered text"),
+        ('{"prompt": "x", "completion": "y"}\n', "a prompt with its completion; to be answered a"),
+        ('{"question": "x"}\n', "has the columns question; rename them: a row has messages"),
+        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}\n', "is of type image;"),
+        ('{"turns": ["x"]}\n{"turns": 3\n', "line 2 is not JSON (Expecting ',' delimiter); one"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}\n', "no turn of the user"),
         ('{"turns": [3]}\n', r"turns[0] is a int"),
         ('{"turns": ["\\ud83d"]}\n', "half of a surrogate pair is no character; first: --data"),
         ('{"turns": ["' + "long " * 120 + '"]}\n', "above the target's context of 512"),
     ],
-    ids=["empty", "text", "no-question", "wrong-type", "no-unicode", "too-long"],
+    ids=lambda value: value[:40],
 )
 def test_bad_prompts(make_target, run, tmp_path, capsys, content, words):
     data, out = tmp_path / "data.jsonl", tmp_path / "answers.jsonl"

@@ -185,7 +185,7 @@ def test_chat_options_must_agree(case: list[str], capsys: pytest.CaptureFixture)
     assert exit_code(case) == 2
     assert "--system-prompt" in capsys.readouterr().err
     assert exit_code([*case, "--system-prompt", "w9"]) == 0
-    assert exit_code([*case, "--system-prompt", "w9", "--chat-template-arg", "x=true"]) == 2
+    assert exit_code([*case, "--system-prompt", "w9", "--chat-template-arg", "deep=true"]) == 2
     assert "--chat-template-arg" in capsys.readouterr().err
 
 
