@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from dflash_offline.common import records
-from dflash_offline.common.blobs import Blobs, in_parallel, is_temporary
+from dflash_offline.common.blobs import Blobs, in_parallel
 from dflash_offline.common.errors import DamagedStore
 from dflash_offline.common.store import COMMIT, Schema, commit_key, exists, index_key, shard_key
 
@@ -151,7 +151,7 @@ def read_record(blobs: Blobs, index: PackIndex, pack: int) -> dict:
 def pack_of(key: str) -> int | None:
     """Return the pack of a record's key, `None` for anything else that lies there."""
     name = key.rpartition("/")[2].removesuffix(".json")
-    return int(name) if name.isdecimal() and not is_temporary(key) else None
+    return int(name) if name.isdecimal() else None
 
 
 def _count_indexes(blobs: Blobs) -> int:

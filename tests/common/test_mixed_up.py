@@ -1,0 +1,142 @@
+"""Files that are whole, and not what belongs where they lie; rows, layers and plans in order."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dflash_offline.common import records
+from dflash_offline.common.blobs import LocalBlobs
+from dflash_offline.common.cache import open_cache
+from dflash_offline.common.cache_cli import CopyConfig
+from dflash_offline.common.cache_copy import copy
+from dflash_offline.common.codecs import codec_named
+from dflash_offline.common.errors import DamagedStore
+from dflash_offline.common.pack_index import read_pack_index, scan_records, write_pack_index
+from dflash_offline.common.shards import BadShard, ShardWriter, decode_chunk
+from dflash_offline.common.store import (
+    FEATURES,
+    TOKENS,
+    commit_key,
+    index_key,
+    read_plan,
+    shard_key,
+)
+from dflash_offline.common.store_writer import Store
+from dflash_offline.common.topk import TopK
+
+
+@pytest.mark.parametrize("array", [FEATURES, TOKENS])
+def test_shard_of_another_store_is_not_read(small_store, tmp_path, corpus_maker, array):
+    """Its checksums are right and its size is too: the record alone knows better."""
+    url, _ = small_store
+    corpus_maker(seed=1).write(tmp_path / "other")
+    key = shard_key(array, 1)
+    assert (tmp_path / "other" / key).stat().st_size == (Path(url) / key).stat().st_size
+    shutil.copy(tmp_path / "other" / key, Path(url) / key)
+    cache = open_cache(url)
+    with pytest.raises(DamagedStore, match=f"pack 1, array {array} .* differs from the commit"):
+        cache.read_many([i for i in cache.samples if cache.plan.samples[i].pack == 1])
+
+
+def test_shard_that_was_cut_says_its_size(small_store):
+    url, _ = small_store
+    path = Path(url) / shard_key(FEATURES, 1)
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DamagedStore, match=f"{size - 1} bytes where {size} were written"):
+        open_cache(url).read(2)
+
+
+@pytest.mark.parametrize("codec", ["raw", "lossless"])
+def test_chunk_that_is_absent_is_zeros(codec):
+    writer = ShardWriter([None], codec_named(codec))
+    assert len(b"".join(writer.parts())) == writer.num_bytes
+    assert writer.crcs == [None]
+    out = np.ones(5, np.uint16)
+    decode_chunk(None, None, out, codec_named(codec))
+    assert not out.any()
+    for stored, recorded in ((None, 0), (memoryview(b"12345678"), None)):
+        with pytest.raises(BadShard):
+            decode_chunk(stored, recorded, out, codec_named(codec))
+
+
+def test_record_of_another_pack_does_not_count(small_store):
+    url, _ = small_store
+    blobs = LocalBlobs(Path(url))
+    blobs.delete(index_key(0))
+    (Path(url) / commit_key(1)).rename(Path(url) / commit_key(2))
+    with pytest.raises(DamagedStore, match="00000002.json is the record of pack 1"):
+        open_cache(url, partial=True)
+    assert sorted(scan_records(blobs)[0].packs) == [0, 3]
+
+
+def test_records_that_were_given_up_one_after_another(small_store):
+    """By runs that were killed before they deleted them."""
+    url, _ = small_store
+    blobs = LocalBlobs(Path(url))
+    index = read_pack_index(blobs, 4)
+    for pack, left in ((2, [0, 1, 3]), (1, [0, 3])):
+        index = write_pack_index(blobs, index.without({pack}), 4)
+        assert open_cache(url, partial=True).packs == left
+        assert sorted(scan_records(blobs)[0].packs) == left
+    written = [
+        records.parse_index(blobs.read(index_key(number)), "")["complete"] for number in range(3)
+    ]
+    assert written == [True, False, False]
+
+
+def test_plans_of_a_store_add_up(small_store, corpus_maker):
+    url, corpus = small_store
+    more = corpus_maker(seed=5, source="more", lengths=(50, 60, 31, 20))
+    with more.open(url, append=True) as store:
+        more.commit(store, first_pack=4)
+    plan, _ = read_plan(LocalBlobs(Path(url)), batches=True)
+    assert plan.num_held_out_packs == 2
+    behind = [[[6 + index for index in batch] for batch in unit] for unit in more.plan.batches]
+    assert plan.batches == [*corpus.plan.batches, *behind]
+
+
+@pytest.mark.parametrize("layers", [(3, 1), (3,), (1, 3)])
+def test_layers_come_in_the_order_asked_for(small_store, layers):
+    url, corpus = small_store
+    slots = [corpus.schema.layers.index(layer) for layer in layers]
+    for document in open_cache(url).read_many([3, 1], layers):
+        np.testing.assert_array_equal(document.features, corpus.features[document.index][slots])
+
+
+def test_best_tokens_beside_codes_are_those_of_the_sample(tmp_path, corpus_maker):
+    """Also of one that is read alone and does not begin its pack."""
+    corpus, rng = corpus_maker(teacher="topk:3"), np.random.default_rng(0)
+    best = [
+        TopK(
+            ids=rng.integers(0, 97, (len(tokens), 3), np.int32),
+            logprobs=-rng.random((len(tokens), 3), np.float32),
+        )
+        for tokens in corpus.tokens
+    ]
+    with corpus.open(tmp_path / "raw") as store:
+        for pack in range(corpus.plan.num_packs):
+            members = store.pack_samples(pack)
+            features = np.concatenate([corpus.features[i] for i in members], axis=1)
+            store.commit_pack(pack, features, topk=TopK.joined([best[i] for i in members]))
+    copy(CopyConfig(source=f"{tmp_path}/raw", destination=f"{tmp_path}/int8", codec="int8"))
+    cache = open_cache(f"{tmp_path}/int8")
+    assert any(sample.start for sample in cache.plan.samples)
+    for index in cache.samples:
+        (coded,), decoded = cache.read_codes([index]), cache.read(index)
+        for document in (coded, decoded):
+            np.testing.assert_array_equal(document.topk.ids, best[index].ids)
+            np.testing.assert_array_equal(document.topk.logprobs, best[index].logprobs)
+
+
+def test_index_has_what_joined_workers_committed(tmp_path, corpus_maker):
+    corpus, url = corpus_maker(), str(tmp_path / "s")
+    with corpus.open(url) as store:
+        corpus.commit(Store.join(url, claim=store.claim))
+        assert not store.committed
+        store.refresh()
+    index = records.parse_index((tmp_path / "s" / index_key(0)).read_bytes(), "")
+    assert index["complete"]
+    assert sorted(index["packs"]) == [0, 1, 2, 3]
