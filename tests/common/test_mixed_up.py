@@ -19,6 +19,7 @@ from dflash_offline.common.store import (
     FEATURES,
     TOKENS,
     commit_key,
+    exists,
     index_key,
     read_plan,
     shard_key,
@@ -140,3 +141,31 @@ def test_index_has_what_joined_workers_committed(tmp_path, corpus_maker):
     index = records.parse_index((tmp_path / "s" / index_key(0)).read_bytes(), "")
     assert index["complete"]
     assert sorted(index["packs"]) == [0, 1, 2, 3]
+
+
+def test_tokens_are_restored_from_the_rows_of_their_own_plan_alone(small_store, corpus_maker):
+    url, corpus = small_store
+    more = corpus_maker(seed=5, source="more")
+    with more.open(url, append=True) as store:
+        more.commit(store, first_pack=4)
+        store.drop_packs({0, 4})
+    blobs = LocalBlobs(Path(url))
+    for pack in (0, 4):
+        blobs.delete(shard_key(TOKENS, pack))
+    for given, pack, left in ((more, 4, {0}), (corpus, 0, set())):
+        with given.open(url, append=True) as store:
+            there = {p for p in (0, 4) if exists(blobs, shard_key(TOKENS, p))}
+            assert {0, 4} - there == left
+            expected = [given.tokens[i - (6 if pack else 0)] for i in store.pack_samples(pack)]
+            np.testing.assert_array_equal(store.read_tokens(pack), np.concatenate(expected))
+
+
+def test_pack_that_was_given_up_counts_again(small_store):
+    """By the same bytes, and before an index has it: the run that makes it is killed."""
+    url, corpus = small_store
+    with corpus.open(url) as store:
+        store.drop_packs({1})
+    store = corpus.open(url)
+    corpus.commit(store, [1])
+    store.close()
+    assert open_cache(url).is_complete
