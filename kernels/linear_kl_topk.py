@@ -99,8 +99,9 @@ def _linear_kl_topk_rows_kernel(
 
     offs_k = tl.arange(0, BLOCK_K)
     mask_k = offs_k < num_listed
-    ids = tl.load(ids_ptr + row * stride_ids + offs_k, mask=mask_k, other=0).to(tl.int32)
-    is_known = (ids >= 0) & (ids < num_columns)
+    given = tl.load(ids_ptr + row * stride_ids + offs_k, mask=mask_k, other=0)
+    is_known = (given >= 0) & (given < num_columns)
+    ids = given.to(tl.int32)
     is_valid = tl.sum((mask_k & (is_known == 0)).to(tl.int32)) == 0
     mask_k = mask_k & is_known
     log_q = tl.load(logprobs_ptr + row * stride_logprobs + offs_k, mask=mask_k, other=neg_inf)

@@ -323,16 +323,17 @@ def test_topk_of_a_peaked_student(implementation, dtype, tolerance):
 
 @pytest.mark.parametrize(("implementation", "dtype", "tolerance"), WAYS)
 def test_topk_ids_outside_the_vocabulary_are_poisoned(implementation, dtype, tolerance):
-    x, weight, *_ = problem(3, 32, 40, dtype=dtype)
+    x, weight, *_ = problem(4, 32, 40, dtype=dtype)
     x.requires_grad_()
-    ids = torch.tensor([[1, 40], [2, 3], [-1, 4]], device=DEVICE)
-    logprobs = torch.full((3, 2), -1.0, device=DEVICE)
+    # The last one's lower 32 bits are a column.
+    ids = torch.tensor([[1, 40], [2, 3], [-1, 4], [2**32 + 5, 4]], device=DEVICE)
+    logprobs = torch.full((4, 2), -1.0, device=DEVICE)
     loss = linear_kl_topk.linear_kl_topk(
         x, weight, ids, logprobs, implementation=implementation
     ).loss
     (grad,) = torch.autograd.grad(loss.sum(), x)
-    assert loss.isnan().tolist() == [True, False, True]
-    assert grad[:, 0].isnan().tolist() == [True, False, True]
+    assert loss.isnan().tolist() == [True, False, True, True]
+    assert grad[:, 0].isnan().tolist() == [True, False, True, True]
     with pytest.raises(ValueError, match="k at least 1"):
         linear_kl_topk.linear_kl_topk(x, weight, ids[:2], logprobs, implementation=implementation)
 
