@@ -5,6 +5,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,6 +72,11 @@ class Corpus:
             append=append,
             storage_options=storage_options,
         )
+
+    def write(self, url: Path | str, **options: Any) -> None:
+        """Make a complete store, or add to one; options as for `open`."""
+        with self.open(url, **options) as store:
+            self.commit(store)
 
     def commit(
         self, store: Store, packs: range | list[int] | None = None, *, first_pack: int = 0
@@ -176,8 +182,7 @@ def corpus_maker():
 def small_store(tmp_path: Path) -> tuple[str, Corpus]:
     """A complete raw store of six short samples, one held out, with the corpus it holds."""
     corpus = make_corpus()
-    with corpus.open(tmp_path / "store") as store:
-        corpus.commit(store)
+    corpus.write(tmp_path / "store")
     return str(tmp_path / "store"), corpus
 
 
@@ -203,7 +208,6 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved Qwen3 model of 8 layers with random weights, byte tokens and a ChatML template."""
-    import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 

@@ -93,8 +93,7 @@ def test_page(name: str, workspace: Path, tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("codec", ["raw", "lossless"])
 def test_store_format_code(codec, corpus_maker, tmp_path, monkeypatch, capsys):
     corpus = corpus_maker(codec=codec)
-    with corpus.open(tmp_path / "cache") as store:
-        corpus.commit(store)
+    corpus.write(tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
     (code,) = blocks(DOCS / "store-format.md", "python")
     values: dict = {}

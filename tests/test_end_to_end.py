@@ -106,7 +106,7 @@ def test_resume_gives_identical_losses(work: Path, tmp_path: Path):
 def test_run_leaves_a_drafter_and_a_report(work: Path):
     assert (work / "run" / "draft" / "config.json").is_file()
     page = (work / "run" / "report.html").read_text()
-    assert "<svg" in page or "data:image/png" in page
+    assert "<svg" in page
     losses = [record["loss"] for record in records(work / "run", "train").values()]
     assert losses[-1] < losses[0]
     assert records(work / "run", "eval")[NUM_STEPS]["acceptance_length"] >= 1

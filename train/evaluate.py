@@ -9,7 +9,7 @@ vocabulary, H hidden size.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from dflash_offline.train.anchors import (
 )
 from dflash_offline.train.drafter import Drafter
 from dflash_offline.train.drafter_config import DrafterConfig
-from dflash_offline.train.stream import CONTEXT_FACTOR
+from dflash_offline.train.stream import cut_into_passes
 
 # Rows of one product with the head; 1,024 rows of 150,000 logits are 600 MB in fp32.
 _HEAD_ROWS = 1024
@@ -135,7 +135,8 @@ def evaluate_cache(
     dtype = dtype or next(drafter.parameters()).dtype
     judge = BlockJudge(drafter, embed.to(dtype), head.to(dtype))
     parts = []
-    for documents in _passes(drafter.config, cache, wanted, supervise, max_anchors, rows_per_pass):
+    anchored = _samples(drafter.config, cache, wanted, supervise, max_anchors)
+    for documents in cut_into_passes(anchored, drafter.config.layout, rows_per_pass):
         gains = judge.run(documents)
         parts += [_counted(d.document.source, g) for d, g in zip(documents, gains, strict=True)]
     evaluation = merge(parts)
@@ -164,43 +165,18 @@ class Gains:
     produced: np.ndarray  # int64 [A], tokens gained
 
 
-def _passes(
-    config: DrafterConfig,
-    cache: Cache,
-    samples: list[int],
-    supervise: str,
-    max_anchors: int | None,
-    rows_per_pass: int,
-) -> Iterator[list[AnchoredSample]]:
-    """Yield groups of samples, or parts of them, whose blocks fill a forward."""
+def _samples(
+    config: DrafterConfig, cache: Cache, indices: list[int], supervise: str, most: int | None
+) -> Iterator[AnchoredSample]:
+    """Yield the samples that have anchors, at most so many each."""
     # Neighbours in a pack share what is read.
-    order = sorted(samples, key=lambda i: (cache.plan.samples[i].pack, cache.plan.samples[i].start))
-    group: list[AnchoredSample] = []
-    rows = context = 0
+    order = sorted(indices, key=lambda i: (cache.plan.samples[i].pack, cache.plan.samples[i].start))
     for first in range(0, len(order), _SAMPLES_PER_READ):
         chunk = order[first : first + _SAMPLES_PER_READ]
         for document in cache.read_many(chunk, config.target_layer_ids):
-            whole = _part(document, supervise, max_anchors)
-            for part in _pieces(whole, max(1, rows_per_pass // config.block_size)):
-                added = len(part.anchored.anchors) * config.block_size
-                seen = part.anchored.num_context
-                too_long = context + seen > CONTEXT_FACTOR * rows_per_pass
-                if group and (too_long or rows + added > rows_per_pass):
-                    yield group
-                    group, rows, context = [], 0, 0
-                group.append(part)
-                rows += added
-                context += seen
-    if group:
-        yield group
-
-
-def _pieces(sample: AnchoredSample, most_anchors: int) -> Iterator[AnchoredSample]:
-    """Cut a sample by anchors; nothing comes of one without any."""
-    anchors = sample.anchored.anchors
-    for first in range(0, len(anchors), most_anchors):
-        part = replace(sample.anchored, anchors=anchors[first : first + most_anchors])
-        yield replace(sample, anchored=part)
+            sample = _part(document, supervise, most)
+            if len(sample.anchored.anchors):
+                yield sample
 
 
 def _part(document: Document, supervise: str, max_anchors: int | None) -> AnchoredSample:

@@ -14,12 +14,14 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 import torch
 
 from dflash_offline.common.cache import Cache
 from dflash_offline.common.errors import DamagedStore
 from dflash_offline.train.anchors import (
+    AnchoredDocument,
     BlockLayout,
     PassTables,
     build_pass,
@@ -77,7 +79,6 @@ class StepInput:
     damage: tuple[str, ...] = ()  # what is wrong with packs that no earlier step named
     num_tokens: int  # tokens of the samples
     num_rows: int  # labelled rows
-    num_blocks: int
 
 
 class StepBuilder:
@@ -148,7 +149,6 @@ class StepBuilder:
             damage=tuple(damage),
             num_tokens=sum(len(each.anchored.tokens) for each in kept),
             num_rows=sum(each.tables.label_rows.shape[0] for each in passes),
-            num_blocks=sum(each.tables.num_anchors for each in passes),
         )
 
     def _readable(self, draw: Draw, damage: list[str]) -> LoadedDocument | None:
@@ -183,9 +183,18 @@ class StepBuilder:
         return replace(document, anchored=anchored)
 
 
+class Anchored(Protocol):
+    """A sample, whatever goes with its anchors; a dataclass."""
+
+    anchored: AnchoredDocument
+
+
+AnyAnchored = TypeVar("AnyAnchored", bound=Anchored)
+
+
 def cut_into_passes(
-    documents: Iterable[LoadedDocument], layout: BlockLayout, rows_per_pass: int
-) -> Iterator[list[LoadedDocument]]:
+    documents: Iterable[AnyAnchored], layout: BlockLayout, rows_per_pass: int
+) -> Iterator[list[AnyAnchored]]:
     """Group documents so that no pass has more than `rows_per_pass` block rows.
 
     A document with more rows than that is cut by anchors; the pieces share tokens and features,
@@ -193,7 +202,7 @@ def cut_into_passes(
     """
     most_anchors = max(1, rows_per_pass // layout.block_size)
     most_context = CONTEXT_FACTOR * rows_per_pass
-    group: list[LoadedDocument] = []
+    group: list[AnyAnchored] = []
     num_anchors = num_context = 0
     for document in documents:
         for piece in _pieces(document, most_anchors):
@@ -235,7 +244,7 @@ def _final_rows(
     return torch.cat(parts)
 
 
-def _pieces(document: LoadedDocument, most_anchors: int) -> Iterator[LoadedDocument]:
+def _pieces(document: AnyAnchored, most_anchors: int) -> Iterator[AnyAnchored]:
     anchors = document.anchored.anchors
     if len(anchors) <= most_anchors:
         yield document

@@ -233,9 +233,8 @@ def train(setup: Setup) -> tuple[float, float]:
     with stream:
         for step in range(1, config.num_steps + 1):
             given = stream.next()
-            factor = lr_factor(
-                step / config.num_steps, warmup_frac=config.warmup, kind=config.lr_schedule
-            )
+            progress = (step - 1) / config.num_steps, step / config.num_steps
+            factor = lr_factor(*progress, warmup_frac=config.warmup, kind=config.lr_schedule)
             totals, _, _ = train_step(setup, optimizer, given, lr=config.lr * factor, clock=clock)
             losses = [*losses[1 - _LAST_STEPS :], totals[0] / totals[1]]
     return float(torch.stack(losses).mean()), stream.wait_s

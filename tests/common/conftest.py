@@ -1,4 +1,4 @@
-"""Storage servers for tests: SeaweedFS on free ports, and a proxy that makes requests fail."""
+"""The command dflash-cache, and storage: SeaweedFS on free ports, a proxy that fails requests."""
 
 import http.client
 import json
@@ -23,6 +23,8 @@ import pytest
 
 from dflash_offline.common import records
 from dflash_offline.common.blobs import Blobs
+from dflash_offline.common.cache_cli import main as cache_command
+from dflash_offline.common.options import exit_code_of
 from dflash_offline.common.store import MANIFEST_KEY, commit_key, index_key
 
 ACCESS, SECRET, BUCKET = "test-access", "test-secret", "bucket"
@@ -389,3 +391,9 @@ def s3_url(request: pytest.FixtureRequest) -> str:
     """An address of its own for each test."""
     name = "".join(c if c.isalnum() else "-" for c in request.node.name)
     return f"s3://{BUCKET}/{name}-{time.time_ns()}"
+
+
+@pytest.fixture
+def run() -> Callable[..., int]:
+    """Run dflash-cache and return its exit code."""
+    return lambda *args: exit_code_of(cache_command.cli, [str(arg) for arg in args])

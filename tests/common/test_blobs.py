@@ -185,8 +185,7 @@ def test_store_read_past_the_page_cache(tmp_path, corpus_maker, monkeypatch, cod
         direct_io, "_read_direct", lambda *given: attempts.append(whole(*given)) or attempts[-1]
     )
     corpus = corpus_maker(codec=codec)
-    with corpus.open(tmp_path / "s") as store:
-        corpus.commit(store)
+    corpus.write(tmp_path / "s")
     cache = open_cache(str(tmp_path / "s"))
     for document in cache.read_many(cache.samples):
         np.testing.assert_array_equal(document.features, corpus.features[document.index])

@@ -13,8 +13,6 @@ import pytest
 
 from dflash_offline.common.blobs import LocalBlobs
 from dflash_offline.common.cache import open_cache
-from dflash_offline.common.cache_cli import main
-from dflash_offline.common.options import exit_code_of
 from dflash_offline.common.store import (
     FEATURES,
     LOSS_MASK,
@@ -24,10 +22,6 @@ from dflash_offline.common.store import (
     shard_key,
 )
 from dflash_offline.common.store_writer import Store
-
-
-def run(*args: str) -> int:
-    return exit_code_of(main.cli, [str(arg) for arg in args])
 
 
 def flip(path: Path, place: int = 100) -> None:
@@ -41,7 +35,7 @@ def all_states(url: str) -> dict[str, np.ndarray]:
     return {document.id: document.features for document in cache.read_many(cache.samples)}
 
 
-def test_info(small_store, capsys):
+def test_info(run, small_store, capsys):
     url, corpus = small_store
     assert run("info", url) == 0
     text = capsys.readouterr().out
@@ -57,7 +51,7 @@ def test_info(small_store, capsys):
     assert summary["sources"][0]["supervised"] == "85.1%"
 
 
-def test_verify_finds_every_kind_of_damage(small_store, capsys):
+def test_verify_finds_every_kind_of_damage(run, small_store, capsys):
     url, _ = small_store
     root = Path(url)
     assert run("verify", url) == 0
@@ -91,7 +85,7 @@ def test_verify_finds_every_kind_of_damage(small_store, capsys):
     assert end
 
 
-def test_failing_disk_is_told_pack_by_pack_and_costs_none(small_store, capsys, monkeypatch):
+def test_failing_disk_is_told_pack_by_pack_and_costs_none(run, small_store, capsys, monkeypatch):
     url, _ = small_store
     bad = [shard_key(FEATURES, 1), commit_key(2), shard_key(TOKENS, 3), "target/config.json"]
 
@@ -118,7 +112,7 @@ def test_failing_disk_is_told_pack_by_pack_and_costs_none(small_store, capsys, m
     assert run("verify", "--deep", url) == 0
 
 
-def test_verify_says_how_much_is_there(small_store, capsys):
+def test_verify_says_how_much_is_there(run, small_store, capsys):
     """As a copy by other means that was interrupted: records and indexes are missing alike."""
     url, _ = small_store
     for key in (commit_key(2), index_key(0)):
@@ -127,7 +121,7 @@ def test_verify_says_how_much_is_there(small_store, capsys):
     assert "3 of 4 packs, records and sizes checked, nothing wrong" in capsys.readouterr().out
 
 
-def test_verify_refuses_states_that_are_not_finite(tmp_path, corpus_maker, capsys):
+def test_verify_refuses_states_that_are_not_finite(run, tmp_path, corpus_maker, capsys):
     corpus = corpus_maker()
     corpus.features[2][1, 3, 5] = 0x7FC0
     corpus.tokens[4][2] = 97
@@ -140,7 +134,7 @@ def test_verify_refuses_states_that_are_not_finite(tmp_path, corpus_maker, capsy
     assert "token ids outside 0 to 96" in text
 
 
-def test_repair_gives_up_what_is_broken_and_no_more(small_store, capsys):
+def test_repair_gives_up_what_is_broken_and_no_more(run, small_store, capsys):
     url, corpus = small_store
     before = all_states(url)
     flip(Path(url) / shard_key(FEATURES, 1))
@@ -161,7 +155,7 @@ def test_repair_gives_up_what_is_broken_and_no_more(small_store, capsys):
     assert run("verify", "--deep", url) == 0
 
 
-def test_repair_restores_token_shards_from_the_corpus(small_store):
+def test_repair_restores_token_shards_from_the_corpus(run, small_store):
     url, corpus = small_store
     flip(Path(url) / shard_key(TOKENS, 1), 9)
     assert run("repair", url) == 0
@@ -171,7 +165,7 @@ def test_repair_restores_token_shards_from_the_corpus(small_store):
     assert run("verify", "--deep", url) == 0
 
 
-def test_repair_gives_up_tokens_of_packs_to_come(tmp_path, corpus_maker):
+def test_repair_gives_up_tokens_of_packs_to_come(run, tmp_path, corpus_maker):
     corpus = corpus_maker()
     with corpus.open(tmp_path / "s") as store:
         corpus.commit(store, [0])
@@ -184,7 +178,7 @@ def test_repair_gives_up_tokens_of_packs_to_come(tmp_path, corpus_maker):
 
 
 @pytest.mark.parametrize("plan", [0, 1])
-def test_repair_restores_token_shards_of_every_plan(small_store, corpus_maker, plan):
+def test_repair_restores_token_shards_of_every_plan(run, small_store, corpus_maker, plan):
     url, corpus = small_store
     more = corpus_maker(seed=5, source="more")
     with more.open(url, append=True) as store:
@@ -197,14 +191,14 @@ def test_repair_restores_token_shards_of_every_plan(small_store, corpus_maker, p
     assert open_cache(url).is_complete
 
 
-def test_repair_says_what_it_cannot_mend(small_store, capsys):
+def test_repair_says_what_it_cannot_mend(run, small_store, capsys):
     url, _ = small_store
     flip(Path(url) / "target/config.json", 30)
     assert run("repair", url) == 1
     assert "target/config.json: differs" in capsys.readouterr().err
 
 
-def test_repair_retries_quarantined(tmp_path, corpus_maker):
+def test_repair_retries_quarantined(run, tmp_path, corpus_maker):
     corpus = corpus_maker()
     with corpus.open(tmp_path / "s") as store:
         corpus.commit(store, [1, 2, 3])
@@ -216,7 +210,7 @@ def test_repair_retries_quarantined(tmp_path, corpus_maker):
     assert open_cache(str(tmp_path / "s"), partial=True).packs == [1, 2, 3]
 
 
-def test_repair_does_not_retry_what_rm_took(small_store):
+def test_repair_does_not_retry_what_rm_took(run, small_store):
     url, _ = small_store
     assert run("rm", url, "--yes", "--where", 'id == "test:1"') == 0
     assert run("repair", "--retry-quarantined", url) == 0
@@ -226,7 +220,7 @@ def test_repair_does_not_retry_what_rm_took(small_store):
 
 
 @pytest.mark.parametrize("damage", ["index", "record of a pack that the index holds"])
-def test_repair_of_index_and_record(small_store, damage):
+def test_repair_of_index_and_record(run, small_store, damage):
     url, _ = small_store
     flip(Path(url) / (index_key(0) if damage == "index" else commit_key(2)), 20)
     assert run("repair", url) == 0
@@ -234,7 +228,7 @@ def test_repair_of_index_and_record(small_store, damage):
     assert open_cache(url, partial=True).packs == expected
 
 
-def test_copy_of_everything(small_store, tmp_path):
+def test_copy_of_everything(run, small_store, tmp_path):
     url, _ = small_store
     assert run("copy", url, tmp_path / "copy") == 0
     for name, states in all_states(str(tmp_path / "copy")).items():
@@ -248,7 +242,7 @@ def test_copy_of_everything(small_store, tmp_path):
     assert run("verify", "--deep", tmp_path / "copy") == 0
 
 
-def test_copy_follows_an_append(small_store, tmp_path, corpus_maker):
+def test_copy_follows_an_append(run, small_store, tmp_path, corpus_maker):
     url, _ = small_store
     assert run("copy", url, tmp_path / "copy") == 0
     more = corpus_maker(seed=5, source="more")
@@ -260,7 +254,7 @@ def test_copy_follows_an_append(small_store, tmp_path, corpus_maker):
         np.testing.assert_array_equal(states, all_states(str(tmp_path / "copy"))[name])
 
 
-def test_copy_of_a_part(tmp_path, corpus_maker):
+def test_copy_of_a_part(run, tmp_path, corpus_maker):
     corpus = corpus_maker(teacher="final")
     with corpus.open(tmp_path / "s") as store:
         corpus.commit(store)
@@ -279,7 +273,7 @@ def test_copy_of_a_part(tmp_path, corpus_maker):
     assert run("verify", "--deep", tmp_path / "part") == 0
 
 
-def test_copy_of_a_source_that_has_grown_is_refused(tmp_path, corpus_maker, capsys):
+def test_copy_of_a_source_that_has_grown_is_refused(run, tmp_path, corpus_maker, capsys):
     corpus = corpus_maker()
     with corpus.open(tmp_path / "s") as store:
         corpus.commit(store, [0, 2])
@@ -293,7 +287,7 @@ def test_copy_of_a_source_that_has_grown_is_refused(tmp_path, corpus_maker, caps
     assert run("verify", "--deep", tmp_path / "c") == 0
 
 
-def test_copy_refuses_damage_and_strangers(small_store, tmp_path, corpus_maker, capsys):
+def test_copy_refuses_damage_and_strangers(run, small_store, tmp_path, corpus_maker, capsys):
     url, _ = small_store
     (tmp_path / "strange").mkdir()
     (tmp_path / "strange" / "letter.txt").write_text("hello")
@@ -312,7 +306,7 @@ def test_copy_refuses_damage_and_strangers(small_store, tmp_path, corpus_maker, 
     assert "pack 1, array features" in capsys.readouterr().err
 
 
-def test_rm_of_samples(small_store):
+def test_rm_of_samples(run, small_store):
     url, corpus = small_store
     assert run("rm", url, "--yes", "--where", 'id in ["test:1", "test:2"]') == 0
     cache = open_cache(url)
@@ -332,7 +326,7 @@ def test_rm_of_samples(small_store):
     assert run("verify", "--deep", url) == 0
 
 
-def test_rm_says_what_it_cannot_take(small_store, capsys, monkeypatch):
+def test_rm_says_what_it_cannot_take(run, small_store, capsys, monkeypatch):
     url, corpus = small_store
     with monkeypatch.context() as killed:
         killed.setattr(Store, "rewrite_tokens", lambda *_: 1 / 0)
@@ -347,7 +341,7 @@ def test_rm_says_what_it_cannot_take(small_store, capsys, monkeypatch):
     assert run("verify", "--deep", url) == 0
 
 
-def test_rm_that_is_stopped_loses_no_pack(small_store, monkeypatch):
+def test_rm_that_is_stopped_loses_no_pack(run, small_store, monkeypatch):
     url, corpus = small_store
     rewrite = Store.rewrite_tokens
 
@@ -364,7 +358,7 @@ def test_rm_that_is_stopped_loses_no_pack(small_store, monkeypatch):
     np.testing.assert_array_equal(cache["test:0"].features, corpus.features[0])
 
 
-def test_store_without_samples(small_store, tmp_path, capsys):
+def test_store_without_samples(run, small_store, tmp_path, capsys):
     url, _ = small_store
     assert run("rm", url, "--yes", "--where", "length > 0") == 0
     assert run("info", url) == 0
@@ -374,7 +368,7 @@ def test_store_without_samples(small_store, tmp_path, capsys):
         assert "has no sample left" in capsys.readouterr().err
 
 
-def test_rm_of_a_store(small_store, monkeypatch, capsys):
+def test_rm_of_a_store(run, small_store, monkeypatch, capsys):
     url, _ = small_store
     monkeypatch.setattr("sys.stdin", io.StringIO())
     assert run("rm", url) == 2
@@ -389,7 +383,7 @@ def test_rm_of_a_store(small_store, monkeypatch, capsys):
     assert run("info", url) == 2
 
 
-def test_preview_of_any_id(tmp_path, tiny_target, corpus_maker, capsys):
+def test_preview_of_any_id(run, tmp_path, tiny_target, corpus_maker, capsys):
     """Long ones take no minutes; half a second is theirs here, and a picture's name is left."""
     corpus = corpus_maker(lengths=(40,), num_held_out=0, source=":100:" + "1a" * 100_000)
     files = ("config.json", "tokenizer.json", "tokenizer_config.json")
@@ -403,7 +397,7 @@ def test_preview_of_any_id(tmp_path, tiny_target, corpus_maker, capsys):
     assert capsys.readouterr().out.startswith(":100:1a1a1a")
 
 
-def test_rm_says_what_lies_behind_links(small_store, tmp_path, capsys):
+def test_rm_says_what_lies_behind_links(run, small_store, tmp_path, capsys):
     root, other = Path(small_store[0]), tmp_path / "other disk"
     other.mkdir()
     for name in (FEATURES, "target/config.json"):
@@ -419,7 +413,7 @@ def test_rm_says_what_lies_behind_links(small_store, tmp_path, capsys):
     assert run("info", root) == 2
 
 
-def test_damaged_or_missing_address(tmp_path, capsys):
+def test_damaged_or_missing_address(run, tmp_path, capsys):
     for command in ("info", "verify", "repair", "rm"):
         assert run(command, tmp_path / "none") == 2
         assert capsys.readouterr().err.count("\n") == 1

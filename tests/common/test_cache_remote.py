@@ -36,8 +36,7 @@ def test_copies_there_and_back_are_the_same(small_store, s3_server, s3_url, tmp_
 def test_damage_is_found_and_repaired(s3_server, s3_url, corpus_maker, capsys):
     options = s3_server.options
     corpus = corpus_maker()
-    with corpus.open(s3_url, storage_options=options) as store:
-        corpus.commit(store)
+    corpus.write(s3_url, storage_options=options)
     blobs = blobs_at(s3_url, options)
     content = bytearray(blobs.read(shard_key(FEATURES, 1)))
     content[10] ^= 1

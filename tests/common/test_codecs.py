@@ -310,8 +310,7 @@ def copied(source: str, destination: Path, *arguments: str) -> str:
 
 def test_copy_between_codecs(tmp_path, corpus_maker, capsys):
     corpus = corpus_maker(codec="raw", teacher="final")
-    with corpus.open(tmp_path / "raw") as store:
-        corpus.commit(store)
+    corpus.write(tmp_path / "raw")
     coded = open_cache(copied(str(tmp_path / "raw"), tmp_path / "int4", "--codec", "int4"))
     for index in coded.samples:
         features, final = reference(corpus, coded.calibration, index)

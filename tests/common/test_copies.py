@@ -8,9 +8,7 @@ import pytest
 
 from dflash_offline.common.blobs import LocalBlobs
 from dflash_offline.common.cache import Cache, open_cache
-from dflash_offline.common.cache_cli import main
 from dflash_offline.common.cache_copy import _smaller_plan
-from dflash_offline.common.options import exit_code_of
 from dflash_offline.common.store import (
     FEATURES,
     LOSS_MASK,
@@ -21,12 +19,8 @@ from dflash_offline.common.store import (
 )
 
 
-def run(*args: object) -> int:
-    return exit_code_of(main.cli, [str(arg) for arg in args])
-
-
 @pytest.mark.parametrize("mend", ["copy", "by hand"])
-def test_pack_that_repair_gave_up_is_taken_from_a_copy(small_store, tmp_path, mend):
+def test_pack_that_repair_gave_up_is_taken_from_a_copy(run, small_store, tmp_path, mend):
     url, _ = small_store
     damaged = tmp_path / "copy"
     assert run("copy", url, damaged) == 0
@@ -43,7 +37,7 @@ def test_pack_that_repair_gave_up_is_taken_from_a_copy(small_store, tmp_path, me
     assert run("verify", "--deep", damaged) == 0
 
 
-def test_records_that_do_not_count_are_copied_again(small_store, tmp_path):
+def test_records_that_do_not_count_are_copied_again(run, small_store, tmp_path):
     url, _ = small_store
     assert run("copy", url, tmp_path / "copy") == 0
     record = tmp_path / "copy" / commit_key(2)
@@ -58,7 +52,7 @@ def test_records_that_do_not_count_are_copied_again(small_store, tmp_path):
     assert open_cache(str(tmp_path / "copy")).packs == [0, 1, 2, 3]
 
 
-def test_copy_that_differs_by_now_is_refused(small_store, tmp_path, capsys):
+def test_copy_that_differs_by_now_is_refused(run, small_store, tmp_path, capsys):
     url, _ = small_store
     assert run("copy", url, tmp_path / "copy") == 0
     assert run("rm", url, "--yes", "--where", "id == 'test:0'") == 0
@@ -66,7 +60,7 @@ def test_copy_that_differs_by_now_is_refused(small_store, tmp_path, capsys):
     assert "pack 0 of DST" in capsys.readouterr().err
 
 
-def test_what_lies_beside_a_store_is_no_stranger(small_store, tmp_path):
+def test_what_lies_beside_a_store_is_no_stranger(run, small_store, tmp_path):
     url, _ = small_store
     # What a copy leaves that is killed while it writes the root, and what a run reported.
     for name in (".tmp-1234", ".owner", "logs/run.jsonl"):
@@ -78,13 +72,13 @@ def test_what_lies_beside_a_store_is_no_stranger(small_store, tmp_path):
 
 
 @pytest.mark.parametrize("place", ["letter.txt", "letter.txt/copy"])
-def test_copy_to_a_file_is_refused(small_store, tmp_path, capsys, place):
+def test_copy_to_a_file_is_refused(run, small_store, tmp_path, capsys, place):
     (tmp_path / "letter.txt").write_text("hello")
     assert run("copy", small_store[0], tmp_path / place) == 2
     assert "letter.txt is a file; give another folder" in capsys.readouterr().err
 
 
-def test_copy_in_another_codec_reads_states_once(small_store, tmp_path, monkeypatch):
+def test_copy_in_another_codec_reads_states_once(run, small_store, tmp_path, monkeypatch):
     """Tokens alone come first: states of all samples do not fit into memory."""
     url, _ = small_store
     read = []
@@ -128,7 +122,7 @@ class Counted(Sequence[int]):
 
 @pytest.mark.parametrize("command", ["verify --deep", "repair", "copy"])
 def test_bytes_that_a_network_garbles_are_asked_for_again(
-    small_store, tmp_path, monkeypatch, command
+    run, small_store, tmp_path, monkeypatch, command
 ):
     url, _ = small_store
     garbled: set[str] = set()
@@ -149,12 +143,10 @@ def test_bytes_that_a_network_garbles_are_asked_for_again(
     assert open_cache(url).packs == [0, 1, 2, 3]
 
 
-def test_pack_of_another_store_is_found(small_store, tmp_path, corpus_maker, capsys):
+def test_pack_of_another_store_is_found(run, small_store, tmp_path, corpus_maker, capsys):
     """As copying files by hand from the wrong folder leaves it; each of them is whole."""
     url, _ = small_store
-    other = corpus_maker(seed=1)
-    with other.open(tmp_path / "other") as store:
-        other.commit(store)
+    corpus_maker(seed=1).write(tmp_path / "other")
     assert run("verify", url) == 0
     (Path(url) / index_key(0)).unlink()
     for key in (commit_key(1), *(shard_key(name, 1) for name in (FEATURES, TOKENS, LOSS_MASK))):

@@ -98,8 +98,7 @@ def test_wrong_bytes_are_asked_for_again(fault_proxy, s3_url, client, corpus_mak
     options = (*fault_proxy.options, client)
     corpus = corpus_maker(teacher="final", codec="lossless")
     fault_proxy.fail("garble", "PUT", times=3, match="features")
-    with corpus.open(s3_url, storage_options=options) as store:
-        corpus.commit(store)
+    corpus.write(s3_url, storage_options=options)
     for match in (FEATURES, "tokens", "manifest", "index-0", "zarr.json", "samples"):
         fault_proxy.fail("garble", "GET", match=match)
     assert_equal_content(s3_url, corpus, options)
@@ -148,9 +147,7 @@ def test_permanent_faults_end_in_time(fault_proxy, s3_url):
 
 @pytest.mark.slow
 def test_command_ends_in_time(fault_proxy, s3_url, corpus_maker):
-    corpus = corpus_maker()
-    with corpus.open(s3_url, storage_options=fault_proxy.options) as store:
-        corpus.commit(store)
+    corpus_maker().write(s3_url, storage_options=fault_proxy.options)
     fault_proxy.fail("hang", "GET", times=np.inf, match=FEATURES)
     main = "from dflash_offline.common.cache_cli import main; main()"
     options = [f"--storage-option={each}" for each in fault_proxy.options]
@@ -176,8 +173,7 @@ def test_store_is_written_and_read_through_random_faults(
     corpus = corpus_maker(teacher="final", codec="lossless", lengths=(60, 110) * 6)
     # So few that the same request does not fail seven times.
     fault_proxy.share = 0.15
-    with corpus.open(s3_url, storage_options=options) as store:
-        corpus.commit(store)
+    corpus.write(s3_url, storage_options=options)
     assert_equal_content(s3_url, corpus, options)
     met = {name for name in fault_proxy.counts if " " in name}
     assert len(met) >= 5, f"only {met}"
@@ -315,8 +311,7 @@ def test_full_disk(small_disk, corpus_maker, monkeypatch):
 def test_read_only_disk(small_disk, corpus_maker, monkeypatch):
     monkeypatch.setattr("dflash_offline.common.store_checks._RESERVE_BYTES", 0)
     corpus, disk = corpus_maker(), small_disk(1)
-    with corpus.open(disk / "s") as store:
-        corpus.commit(store)
+    corpus.write(disk / "s")
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
     assert_equal_content(str(disk / "s"), corpus, ())
     with pytest.raises(Stopped, match="Read-only file system"):

@@ -73,8 +73,7 @@ def test_append(tmp_path, corpus_maker):
     second = corpus_maker(seed=1, source="two", lengths=(50, 60, 31, 20))
     second.target_files = first.target_files
     url = tmp_path / "s"
-    with first.open(url) as store:
-        first.commit(store)
+    first.write(url)
     with pytest.raises(BadInput, match="seed is 1 but the store at .* has 0.*--append"):
         second.open(url)
     store = second.open(url, append=True)
@@ -101,8 +100,7 @@ def test_append(tmp_path, corpus_maker):
 def test_interrupted_append_starts_over(tmp_path, corpus_maker):
     first, second = corpus_maker(seed=0), corpus_maker(seed=1)
     second.target_files = first.target_files
-    with first.open(tmp_path / "s") as store:
-        first.commit(store)
+    first.write(tmp_path / "s")
     second.open(tmp_path / "s", append=True).close()
     (tmp_path / "s" / "plan" / "1" / "manifest.json").unlink()
     assert open_cache(str(tmp_path / "s")).plan.num_packs == 4, "not closed, so it does not count"
@@ -115,8 +113,7 @@ def test_interrupted_append_starts_over(tmp_path, corpus_maker):
 
 def test_append_killed_in_the_middle_leaves_a_sound_store(tmp_path, corpus_maker, monkeypatch):
     first, second = corpus_maker(seed=0), corpus_maker(seed=1)
-    with first.open(tmp_path / "s") as store:
-        first.commit(store)
+    first.write(tmp_path / "s")
     with monkeypatch.context() as killed:
         killed.setattr(records, "plan_files", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -138,8 +135,7 @@ def test_packs_of_a_plan_that_is_not_there(tmp_path, corpus_maker):
     """As a store that is copied file by file while it grows, or one that lost a manifest."""
     first, second = corpus_maker(seed=0), corpus_maker(seed=1)
     second.target_files = first.target_files
-    with first.open(tmp_path / "s") as store:
-        first.commit(store)
+    first.write(tmp_path / "s")
     with second.open(tmp_path / "s", append=True) as store:
         second.commit(store, [0, 1, 3], first_pack=4)
         members = store.pack_samples(6)
@@ -170,8 +166,7 @@ def test_append_leaves_nothing_of_one_that_was_killed(tmp_path, corpus_maker):
     """Which stood between a file's bytes and its name, or had named it a moment ago."""
     first, second = corpus_maker(seed=0), corpus_maker(seed=1)
     second.target_files = first.target_files
-    with first.open(tmp_path / "s") as store:
-        first.commit(store)
+    first.write(tmp_path / "s")
     begun = [tmp_path / "s" / folder for folder in ("tokens/c/4", "features", "plan/1")]
     for folder in begun:
         folder.mkdir(exist_ok=True)
@@ -183,8 +178,7 @@ def test_append_leaves_nothing_of_one_that_was_killed(tmp_path, corpus_maker):
 
 def test_append_to_another_target_is_refused(tmp_path, corpus_maker):
     first, second = corpus_maker(seed=0), corpus_maker(seed=1, layers=(1, 2))
-    with first.open(tmp_path / "s") as store:
-        first.commit(store)
+    first.write(tmp_path / "s")
     with pytest.raises(BadInput, match="layers is '1,2' but the store at .* has '1,3'"):
         second.open(tmp_path / "s", append=True)
 

@@ -43,8 +43,7 @@ def assert_equal_content(url: str, corpus) -> None:
 @pytest.mark.parametrize("teacher", ["none", "final"])
 def test_round_trip(tmp_path, corpus_maker, codec, teacher):
     corpus = corpus_maker(codec=codec, teacher=teacher)
-    with corpus.open(tmp_path / "s") as store:
-        corpus.commit(store)
+    corpus.write(tmp_path / "s")
     assert_equal_content(str(tmp_path / "s"), corpus)
     assert find_problems(open_cache(str(tmp_path / "s")), deep=True) == []
 
@@ -55,8 +54,7 @@ def test_other_readers_agree(tmp_path, corpus_maker, codec):
     zarr = pytest.importorskip("zarr")
     tensorstore = pytest.importorskip("tensorstore")
     corpus = corpus_maker(codec=codec, teacher="final", lengths=(100, 300, 280), pack_tokens=512)
-    with corpus.open(tmp_path / "s") as store:
-        corpus.commit(store)
+    corpus.write(tmp_path / "s")
     group = zarr.open_group(tmp_path / "s", mode="r")
     spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{tmp_path}/s/features/"}}
     by_tensorstore = tensorstore.open(spec, read=True).result()
@@ -125,8 +123,7 @@ def test_interrupted_creation_starts_over(tmp_path, corpus_maker):
     for path in (mine, *(tmp_path / "s" / name for name in leftovers)):
         path.parent.mkdir(exist_ok=True)
         path.write_text("hello")
-    with corpus.open(tmp_path / "s") as store:
-        corpus.commit(store)
+    corpus.write(tmp_path / "s")
     assert_equal_content(str(tmp_path / "s"), corpus)
     assert mine.read_text() == "hello"
     assert not any((tmp_path / "s" / name).exists() for name in leftovers)
@@ -230,8 +227,7 @@ def test_every_flipped_bit_is_found(tmp_path, corpus_maker):
     """One flipped bit in a shard, an index or a record: reading raises and names the place."""
     corpus = corpus_maker(lengths=(40, 30), num_held_out=0, teacher="final")
     url = tmp_path / "s"
-    with corpus.open(url) as store:
-        corpus.commit(store)
+    corpus.write(url)
     clean = open_cache(str(url)).read_many([0, 1])
     rng = np.random.default_rng(0)
     for key in (
@@ -359,8 +355,7 @@ def test_store_that_another_run_makes_meanwhile_is_resumed(tmp_path, corpus_make
 
     def late(blobs):
         monkeypatch.undo()
-        with corpus.open(tmp_path / "s") as store:
-            corpus.commit(store)
+        corpus.write(tmp_path / "s")
         return take_ownership(blobs)
 
     monkeypatch.setattr("dflash_offline.common.store_writer.take_ownership", late)

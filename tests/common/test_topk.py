@@ -9,17 +9,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflash_offline.common.cache import open_cache
-from dflash_offline.common.cache_cli import main as cache_command
 from dflash_offline.common.cache_verify import find_problems
-from dflash_offline.common.options import exit_code_of
 from dflash_offline.common.store import LossMask, Schema
 from dflash_offline.common.topk import HEAD_ROWS, TopK, predicts, top_logprobs
 
 K, VOCAB = 5, 97
-
-
-def run(*args: object) -> int:
-    return exit_code_of(cache_command.cli, [str(arg) for arg in args])
 
 
 def best_of(corpus, seed: int = 0) -> list[TopK]:
@@ -79,7 +73,7 @@ def test_rows_that_predict_nothing():
     assert not TopK.zeros(3, K).is_kept().any()
 
 
-def test_copy_and_remove_keep_them(topk_store, tmp_path: Path):
+def test_copy_and_remove_keep_them(run, topk_store, tmp_path: Path):
     url, corpus, best = topk_store()
     copied = str(tmp_path / "copied")
     assert run("copy", url, copied, "--codec", "lossless") == 0
@@ -119,7 +113,7 @@ def test_verify_finds_nonsense(tmp_path: Path, corpus_maker, array: str, value, 
     assert words in problem
 
 
-def test_info_counts_them_apart_from_states(topk_store, capsys):
+def test_info_counts_them_apart_from_states(run, topk_store, capsys):
     url, *_ = topk_store()
     assert run("info", "--json", url) == 0
     summary = json.loads(capsys.readouterr().out)

@@ -26,9 +26,7 @@ OPTIONS = StreamOptions(
 @pytest.fixture
 def stores(tmp_path: Path, corpus_maker):
     """The same states in a raw and an int4 store."""
-    corpus = corpus_maker(teacher="final")
-    with corpus.open(tmp_path / "raw") as store:
-        corpus.commit(store)
+    corpus_maker(teacher="final").write(tmp_path / "raw")
     with pytest.raises(SystemExit):
         cache_command(["copy", str(tmp_path / "raw"), str(tmp_path / "int4"), "--codec", "int4"])
     return open_cache(str(tmp_path / "raw")), open_cache(str(tmp_path / "int4"))

@@ -26,8 +26,7 @@ def shape_for(corpus_maker, tmp_path):
         config = json.loads(corpus.target_files["config.json"]) | (target or {})
         corpus.target_files["config.json"] = json.dumps(config).encode()
         folder = tmp_path / f"store{len(list(tmp_path.iterdir()))}"
-        with corpus.open(folder) as store:
-            corpus.commit(store)
+        corpus.write(folder)
         cache = open_cache(str(folder))
         if file is not None:
             (tmp_path / "draft.json").write_text(json.dumps(file))
@@ -234,8 +233,7 @@ def test_a_stored_head_counts_whatever_the_config_says(corpus_maker, tmp_path):
     tensors["lm_head.weight"] = 2 * tensors["embed_tokens.weight"]
     corpus.target_files["tensors.safetensors"] = save(tensors)
     assert json.loads(corpus.target_files["config.json"])["tie_word_embeddings"] is True
-    with corpus.open(tmp_path / "store") as store:
-        corpus.commit(store)
+    corpus.write(tmp_path / "store")
     head = load_target_head(open_cache(str(tmp_path / "store")))
     assert torch.equal(head.weight, 2 * head.embed)
 

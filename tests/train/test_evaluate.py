@@ -102,8 +102,7 @@ def store(tmp_path: Path, corpus_maker):
     # A user turn in the middle, and template tokens that end the text early.
     corpus.masks[3][30:37] = 0
     corpus.masks[4][-4:] |= LossMask.TEMPLATE
-    with corpus.open(tmp_path / "store") as store:
-        corpus.commit(store)
+    corpus.write(tmp_path / "store")
     return open_cache(str(tmp_path / "store")), drafter, embed
 
 
@@ -186,9 +185,7 @@ def test_training_samples_are_never_touched(store) -> None:
 
 
 def test_nothing_to_evaluate(tmp_path: Path, corpus_maker) -> None:
-    corpus = corpus_maker(num_held_out=0)
-    with corpus.open(tmp_path / "store") as store:
-        corpus.commit(store)
+    corpus_maker(num_held_out=0).write(tmp_path / "store")
     cache = open_cache(str(tmp_path / "store"))
     drafter = Drafter(drafter_config()).initialise(0)
     embed = torch.zeros(VOCAB, 64)

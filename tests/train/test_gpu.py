@@ -77,9 +77,7 @@ def test_resume_in_bf16_is_bit_identical(gpu_config):
     ids=["plain", "muon-ema-noise", "kl"],
 )
 def test_a_step_never_waits_for_the_device(gpu_config, corpus_maker, tmp_path, change):
-    corpus = corpus_maker(teacher="final")
-    with corpus.open(tmp_path / "with-teacher") as store:
-        corpus.commit(store)
+    corpus_maker(teacher="final").write(tmp_path / "with-teacher")
     cache = (str(tmp_path / "with-teacher"),)
     options = gpu_config("run", device="cuda", rows_per_pass=64, cache=cache, **change)
     setup = prepare(options, World())

@@ -45,8 +45,7 @@ def cache_with(corpus_maker, tmp_path):
         if used:
             corpus.tokens[0][: len(used)] = used
         folder = tmp_path / f"store{len(list(tmp_path.iterdir()))}"
-        with corpus.open(folder) as store:
-            corpus.commit(store)
+        corpus.write(folder)
         return open_cache(str(folder))
 
     return make

@@ -290,8 +290,7 @@ def write_store(corpus, folder: Path) -> None:
         masks=masks,
         tokens=[rng.integers(0, 3, length).astype(np.int32) for length in LENGTHS],
     )
-    with corpus.open(folder) as store:
-        corpus.commit(store)
+    corpus.write(folder)
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,7 @@ def test_a_checkpoint_between_records_knows_of_skipped_steps(config, corpus_make
     corpus = corpus_maker()
     for index in (0, 1, 2):
         corpus.masks[index][:] = 0
-    with corpus.open(tmp_path / "store") as store:
-        corpus.commit(store)
+    corpus.write(tmp_path / "store")
     run = config(
         tmp_path / "store", tmp_path / "run", num_steps=4, log_every=3, checkpoint_every="1",
         keep_checkpoints=9,

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from dflash_offline.common.errors import BadInput, MissingStore
+from dflash_offline.common.errors import BadInput
 from dflash_offline.train.cli import main
 from dflash_offline.train.distributed import World
 from dflash_offline.train.drafter import Drafter
@@ -28,9 +28,7 @@ def test_an_unfinished_store_asks_for_partial(config, corpus_maker, tmp_path):
 
 
 def test_one_warning_when_blocks_are_longer_than_documents(config, corpus_maker, tmp_path):
-    corpus = corpus_maker(lengths=(12, 14, 11, 13), prompt_tokens=3)
-    with corpus.open(tmp_path / "store") as store:
-        corpus.commit(store)
+    corpus_maker(lengths=(12, 14, 11, 13), prompt_tokens=3).write(tmp_path / "store")
     with pytest.warns(UserWarning, match=r"longest has 14 tokens\): \d+% of the labels") as caught:
         train(config(tmp_path / "store", tmp_path / "run", block_size=16, num_steps=1))
     assert len(caught) == 1
@@ -122,9 +120,7 @@ def test_a_drafter_of_another_width_is_refused(config, small_store, tmp_path, co
 def test_layers_come_in_the_order_in_which_engines_capture_them(
     config, corpus_maker, tmp_path, given
 ):
-    corpus = corpus_maker(layers=(3, 1))
-    with corpus.open(tmp_path / "store") as store:
-        corpus.commit(store)
+    corpus_maker(layers=(3, 1)).write(tmp_path / "store")
     setup = prepare(config(tmp_path / "store", tmp_path / "run", layers=given), World())
     assert setup.drafter.config.target_layer_ids == (1, 3)
 
@@ -161,8 +157,7 @@ def test_a_layout_that_engines_do_not_serve_is_said(
 def test_stores_of_different_targets_are_not_mixed(config, corpus_maker, small_store, tmp_path):
     corpus = corpus_maker(seed=1)
     corpus.identity.target["weights"] = "1" * 8
-    with corpus.open(tmp_path / "other") as store:
-        corpus.commit(store)
+    corpus.write(tmp_path / "other")
     with pytest.raises(BadInput, match="weights"):
         train(config("", tmp_path / "run", cache=(small_store[0], str(tmp_path / "other"))))
 
@@ -171,12 +166,6 @@ def test_no_supervision_at_all(config, corpus_maker, tmp_path):
     corpus = corpus_maker()
     for mask in corpus.masks:
         mask[:] = 0
-    with corpus.open(tmp_path / "store") as store:
-        corpus.commit(store)
+    corpus.write(tmp_path / "store")
     with pytest.raises(BadInput, match="two supervised tokens"):
         train(config(tmp_path / "store", tmp_path / "run"))
-
-
-def test_missing_store_is_named(config, tmp_path):
-    with pytest.raises(MissingStore, match="nowhere"):
-        train(config(tmp_path / "nowhere", tmp_path / "run"))
