@@ -18,7 +18,6 @@ from dflash_offline.common.cache_cli import RemoveConfig, RepairConfig
 from dflash_offline.common.cache_verify import broken_packs, find_file_problems, read_checked
 from dflash_offline.common.errors import BadInput, DamagedStore, FoundProblems
 from dflash_offline.common.lease import is_owner_key
-from dflash_offline.common.options import signals_wait
 from dflash_offline.common.pack_index import (
     damaged_indexes,
     leftovers,
@@ -28,6 +27,7 @@ from dflash_offline.common.pack_index import (
 from dflash_offline.common.plan_writer import restore_metadata
 from dflash_offline.common.quantize import EncodedStates
 from dflash_offline.common.records import REMOVED
+from dflash_offline.common.signals import signals_wait
 from dflash_offline.common.store import (
     COMMIT,
     FINAL,

@@ -10,11 +10,9 @@ import importlib
 import importlib.metadata
 import math
 import re
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ import click
 import yaml
 
 from dflash_offline.common.errors import BadInput, DamagedStore, FoundProblems, Stopped
+from dflash_offline.common.signals import signals_stop
 
 EXIT_BUG = 70
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -203,46 +202,6 @@ def _stopped_before(problem: BaseException | None) -> Stopped | None:
 
 def _complain(message: str) -> None:
     click.echo("error: " + " ".join(message.split()), err=True)
-
-
-@contextmanager
-def signals_stop():
-    """Turn the first SIGTERM or SIGINT into `Stopped`, and let a second one kill at once."""
-
-    def stop(number, _frame):
-        for each in handled:
-            signal.signal(each, signal.SIG_DFL)
-        raise Stopped(
-            f"stopped by {signal.Signals(number).name}; what is committed is safe, "
-            "run the same command to go on"
-        )
-
-    handled = (signal.SIGTERM, signal.SIGINT)
-    try:
-        before = [signal.signal(each, stop) for each in handled]
-    except ValueError:  # signal handlers belong to the main thread; elsewhere the caller has them
-        yield
-        return
-    try:
-        yield
-    finally:
-        for each, handler in zip(handled, before, strict=True):
-            signal.signal(each, handler)
-
-
-@contextmanager
-def signals_wait():
-    """Hold SIGTERM and SIGINT back until something that must not end half-way is done."""
-    arrived: list[int] = []
-    handled = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.signal(each, lambda number, _: arrived.append(number)) for each in handled]
-    try:
-        yield
-    finally:
-        for each, handler in zip(handled, before, strict=True):
-            signal.signal(each, handler)
-    if arrived:
-        signal.raise_signal(arrived[0])
 
 
 def config_as_dict(config: Any) -> dict[str, Any]:

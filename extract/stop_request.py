@@ -16,6 +16,7 @@ from contextlib import contextmanager
 import click
 
 from dflash_offline.common.errors import Stopped
+from dflash_offline.common.signals import signals_go_to, stopped_by
 
 COMMIT_S = 12.0
 _UNWIND_S = 4.0
@@ -107,15 +108,12 @@ class StopRequest:
         if not self._has_signals():
             yield
             return
-        handled = (signal.SIGTERM, signal.SIGINT)
-        before = [signal.signal(each, self._on_stop) for each in handled]
-        self._is_deferred = True
-        try:
-            yield
-        finally:
-            self._is_deferred = False
-            for each, handler in zip(handled, before, strict=True):
-                signal.signal(each, handler)
+        with signals_go_to(self._on_stop):
+            self._is_deferred = True
+            try:
+                yield
+            finally:
+                self._is_deferred = False
 
     def _on_stop(self, number: int, _frame: object) -> None:
         now = time.monotonic()
@@ -123,10 +121,7 @@ class StopRequest:
         if now - self._signalled > _SAME_SIGNAL_S:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self.request(
-            f"stopped by {signal.Signals(number).name}; what is committed is safe, "
-            "run the same command to go on"
-        )
+        self.request(stopped_by(number))
 
     def _on_wake(self, _number: int, _frame: object) -> None:
         if not self._is_deferred:

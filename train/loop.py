@@ -14,6 +14,7 @@ from dflash_offline.common.device_memory import told_of_memory
 from dflash_offline.common.errors import BadInput, DamagedStore, Stopped
 from dflash_offline.common.options import config_as_dict
 from dflash_offline.common.progress import format_seconds
+from dflash_offline.common.signals import signals_ask
 from dflash_offline.train.announce import announce, peak_memory, say
 from dflash_offline.train.checkpoint import (
     CHECKPOINTS,
@@ -42,7 +43,6 @@ from dflash_offline.train.run_log import Counts, RunLog, Window, speeds
 from dflash_offline.train.schedule import lr_factor, parse_every
 from dflash_offline.train.setup import Setup, prepare
 from dflash_offline.train.step import accumulate
-from dflash_offline.train.stop_signals import stop_signals
 from dflash_offline.train.stream import StepBuilder, StepInput, Stream
 from dflash_offline.train.wandb_log import WandbLog
 
@@ -71,7 +71,7 @@ def train(config: TrainConfig) -> Path:
     world = join_world("cuda" if torch.cuda.is_available() and config.device != "cpu" else "cpu")
     try:
         run = Run(prepare(config, world))
-        with stop_signals() as stop:
+        with signals_ask() as stop:
             return run.to_the_end(stop)
     except (BadInput, Stopped) as problem:
         if world.is_first:
