@@ -21,6 +21,7 @@ from dflash_offline.common.errors import BadInput
 from dflash_offline.common.turns import (
     Message,
     Span,
+    Turn,
     find_rendered_turns,
     find_turns,
     loss_mask,
@@ -191,11 +192,7 @@ def render_conversation(
                 "the chat template changes the text of the cut answer, whose end is not found again"
             )
         text, turns[-1] = text[:end], replace(turns[-1], end=end)
-    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids = np.asarray(encoding["input_ids"], np.int32)
-    offsets = np.asarray(encoding["offset_mapping"], np.int64).reshape(-1, 2)
-    specials = np.isin(ids, _special_ids(tokenizer))
-    return ids, loss_mask(text, turns, offsets=offsets, specials=specials)
+    return _masked(tokenizer, text, turns)
 
 
 def render_text(
@@ -210,6 +207,13 @@ def render_text(
     """
     header, end = _turn_marks(tokenizer, options)
     turns = find_rendered_turns(text, header=header, end=end)
+    return _masked(tokenizer, text, turns)
+
+
+def _masked(
+    tokenizer: PreTrainedTokenizerBase, text: str, turns: Sequence[Turn]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return token ids and loss mask of a text, given the assistant's turns in it."""
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids = np.asarray(encoding["input_ids"], np.int32)
     offsets = np.asarray(encoding["offset_mapping"], np.int64).reshape(-1, 2)

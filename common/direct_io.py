@@ -109,6 +109,20 @@ def read_into(
         os.close(descriptor)
 
 
+def copy_into(
+    content: memoryview, offset: int, *buffers: memoryview, seen: Seen | None = None
+) -> int:
+    """Fill buffers as `read_into` does, from bytes in memory."""
+    done = 0
+    for buffer in buffers:
+        piece = content[offset + done :][: len(buffer)]
+        buffer[: len(piece)] = piece
+        done += len(piece)
+    if seen is not None:
+        seen(buffers[0][:done])
+    return done
+
+
 def _read_direct(path: Path, offset: int, buffers: Sequence[memoryview]) -> int | None:
     """Read with O_DIRECT, or return `None` where that cannot give every byte."""
     *head, last = buffers

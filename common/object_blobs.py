@@ -15,7 +15,7 @@ from zlib import crc32
 import fsspec
 
 from dflash_offline.common.blobs import OWNER, UPLOAD_AGE_S
-from dflash_offline.common.direct_io import Seen
+from dflash_offline.common.direct_io import Seen, copy_into
 from dflash_offline.common.errors import BadInput, Stopped
 
 # A request that hangs is given up after this time.
@@ -81,17 +81,8 @@ class ObjectBlobs:
         self, key: str, offset: int, *buffers: memoryview, seen: Seen | None = None
     ) -> int:
         end = offset + sum(map(len, buffers))
-        content = memoryview(
-            self._persist(lambda: self._get(key, offset, end), "reading", key)
-        ).cast("B")
-        done = 0
-        for buffer in buffers:
-            piece = content[done : done + len(buffer)]
-            buffer[: len(piece)] = piece
-            done += len(piece)
-        if seen is not None:
-            seen(buffers[0][:done])
-        return done
+        content = self._persist(lambda: self._get(key, offset, end), "reading", key)
+        return copy_into(memoryview(content).cast("B"), 0, *buffers, seen=seen)
 
     def size(self, key: str) -> int:
         return self._persist(lambda: self._size(key), "looking up", key)

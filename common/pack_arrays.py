@@ -54,33 +54,22 @@ def state_arrays(
     best = {} if topk is None else {TOPK_IDS: topk.ids, TOPK_LOGPROBS: topk.logprobs}
     for name, values in best.items():
         assert values.shape == (len(is_first), schema.num_topk), f"{name} {values.shape}"
-    states = _state_arrays(schema, features, final, is_first=is_first, calibration=calibration)
-    return states | best
-
-
-def _state_arrays(
-    schema: Schema,
-    features: "np.ndarray | EncodedStates",
-    final: np.ndarray | None,
-    *,
-    is_first: np.ndarray,
-    calibration: "Calibration | None",
-) -> dict[str, np.ndarray]:
     if not isinstance(features, np.ndarray):
         assert features.num_tokens == len(is_first), f"{features.num_tokens}, not {len(is_first)}"
-        return coded_arrays(schema, features)
+        return coded_arrays(schema, features) | best
     states = {FEATURES: features} | ({FINAL: final} if final is not None else {})
     for name, values in states.items():
         assert values.shape[-2:] == (len(is_first), schema.hidden), f"{name} {values.shape}"
     if not schema.is_coded:
-        return states
+        return states | best
     import torch
 
     from dflash_offline.common.quantize import encode_states
 
     assert calibration is not None, "write_calibration comes before the first pack"
     tensors = as_bfloat16(features), None if final is None else as_bfloat16(final)
-    return coded_arrays(schema, encode_states(*tensors, torch.from_numpy(is_first), calibration))
+    encoded = encode_states(*tensors, torch.from_numpy(is_first), calibration)
+    return coded_arrays(schema, encoded) | best
 
 
 def coded_arrays(schema: Schema, encoded: "EncodedStates") -> dict[str, np.ndarray]:

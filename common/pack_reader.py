@@ -5,15 +5,16 @@ without another copy on local disks and with one on object storage. Neighbouring
 read as one: at 8 MiB each a request is long enough.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from dflash_offline.common.blobs import Blobs
 from dflash_offline.common.codecs import codec_named
-from dflash_offline.common.direct_io import Seen
+from dflash_offline.common.direct_io import copy_into
 from dflash_offline.common.errors import DamagedStore
 from dflash_offline.common.shards import BadShard, index_bytes, parse_index, read_chunk
 from dflash_offline.common.store import Schema, exists, shard_key
@@ -87,24 +88,18 @@ def _read_once(
     spec = schema.arrays[name]
     codec = codec_named(spec.codec)
     tail = index_bytes(spec.num_chunks)
-    read_into: Callable[..., int]
     if spec.num_chunks == 1:
         # One request instead of two.
         content = memoryview(blobs.read(key))
         _check_size(len(content), record["bytes"])
         ending = bytes(content[-tail:])
-
-        def read_into(offset: int, *buffers: memoryview, seen: Seen | None = None) -> int:
-            return _copy(content[offset:], buffers, seen)
+        read_into = partial(copy_into, content)
     else:
         if blobs.rereads == 0:
             # Where it costs nothing; a request more elsewhere, and the index would not match.
             _check_size(blobs.size(key), record["bytes"])
         ending = blobs.read_range(key, -tail, tail)
-
-        def read_into(offset: int, *buffers: memoryview, seen: Seen | None = None) -> int:
-            return blobs.read_into(key, offset, *buffers, seen=seen)
-
+        read_into = partial(blobs.read_into, key)
     index = parse_index(ending, spec.num_chunks)
 
     def fill(number: int, out: np.ndarray) -> None:
@@ -123,14 +118,3 @@ def _read_once(
 def _check_size(num_bytes: int, recorded: int) -> None:
     if num_bytes != recorded:
         raise BadShard(f"{num_bytes} bytes where {recorded} were written")
-
-
-def _copy(content: memoryview, buffers: Sequence[memoryview], seen: Seen | None) -> int:
-    done = 0
-    for buffer in buffers:
-        piece = content[done : done + len(buffer)]
-        buffer[: len(piece)] = piece
-        done += len(piece)
-    if seen is not None:
-        seen(buffers[0][:done])
-    return done

@@ -197,11 +197,10 @@ class CorpusReader:
         wanted = supervised(mask)
         if not (wanted[1:] & wanted[:-1]).any():
             return Skipped(reason=NO_PAIR, example=row.address)
-        given = row.values.get("id")
         return TokenRow(
-            id=f"{row.source}:{row.number}" if given is None else str(given),
-            source=_text(row.values.get("source")) or row.source,
-            licence=_text(row.values.get("licence") or row.values.get("license")),
+            id=row.id,
+            source=row.named_source,
+            licence=row.licence,
             conversation=digest(first_user_text(content, tokens[: np.argmax(wanted)]).encode()),
             tokens=tokens,
             mask=mask,
@@ -293,10 +292,6 @@ class _Tally:
 
 def _has_assistant(content: Conversation) -> bool:
     return any(message["role"] == "assistant" for message in content.messages)
-
-
-def _text(value: Any) -> str:
-    return "" if value is None else str(value)
 
 
 def _refuse_nothing_kept(report: CorpusReport) -> None:

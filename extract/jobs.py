@@ -19,6 +19,7 @@ from dflash_offline.extract.conversations import (
     parse_row,
 )
 from dflash_offline.extract.rows import Row, read_rows
+from dflash_offline.extract.token_rows import digest
 
 _OTHERS = {
     Completion: "a prompt with its completion",
@@ -135,24 +136,20 @@ def read_jobs(specs: Sequence[str], num_prompts: int | None, num_answers: int) -
             continue
         questions = tuple(m for m in content.messages if m["role"] == "user")
         opening = tuple(m for m in content.messages if m["role"] in ("system", "developer"))
-        digest = hashlib.sha256(
-            json.dumps([*opening, *questions], default=str).encode()
-        ).hexdigest()[:16]
-        seen[digest] += 1
-        repeat = f"x{seen[digest]}" if seen[digest] > 1 else ""
-        given = row.values.get("id")
-        name = f"{row.source}:{row.number}" if given is None else str(given)
-        for number in range(num_answers):
-            jobs.append(
-                Job(
-                    key=f"{digest}{repeat}-{number}",
-                    id=f"{name}#{number}" if num_answers > 1 else name,
-                    source=str(row.values.get("source") or row.source),
-                    licence=str(row.values.get("licence") or row.values.get("license") or ""),
-                    opening=opening,
-                    questions=questions,
-                )
+        key = digest(json.dumps([*opening, *questions], default=str).encode())
+        seen[key] += 1
+        repeat = f"x{seen[key]}" if seen[key] > 1 else ""
+        jobs += [
+            Job(
+                key=f"{key}{repeat}-{number}",
+                id=f"{row.id}#{number}" if num_answers > 1 else row.id,
+                source=row.named_source,
+                licence=row.licence,
+                opening=opening,
+                questions=questions,
             )
+            for number in range(num_answers)
+        ]
     prompts = Prompts(jobs=jobs, unusable=unusable)
     if not jobs:
         why = "; ".join(prompts.unusable_lines()) or "--data holds no rows"

@@ -38,6 +38,22 @@ class Row:
     number: int
     values: dict[str, Any]
 
+    @property
+    def id(self) -> str:
+        """Its own, or else its place."""
+        given = self.values.get("id")
+        return f"{self.source}:{self.number}" if given is None else str(given)
+
+    @property
+    def named_source(self) -> str:
+        """What the row itself calls its source, or else where it comes from."""
+        return str(self.values.get("source") or self.source)
+
+    @property
+    def licence(self) -> str:
+        """What the row says of it, nothing where it does not."""
+        return str(self.values.get("licence") or self.values.get("license") or "")
+
 
 def read_rows(spec: str) -> Iterator[Row]:
     """Yield the rows of one `--data` value, in order.
