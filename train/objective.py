@@ -122,7 +122,7 @@ class Objective:
     def weights(self, nll: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         """Return the detached weights [A, P] for negative log-likelihoods [A, P]."""
         if self.loss == DPACE:
-            return dpace_weights(nll.detach(), valid, self.alpha)
+            return dpace_weights(nll, valid, self.alpha)
         assert self.loss == DECAY, f"loss is {self.loss}"
         return decay_weights(valid, self.gamma, nll.dtype)
 
@@ -171,11 +171,9 @@ class PassSums:
         return torch.cat([head.double(), self.accepted.double()])
 
 
-def scatter_rows(
-    values: torch.Tensor, rows: torch.Tensor, shape: tuple[int, int], fill: float
-) -> torch.Tensor:
-    """Put per-row values [M] back on the [A, B] grid of all block rows, differentiably."""
-    flat = values.new_full((shape[0] * shape[1],), fill)
+def scatter_rows(values: torch.Tensor, rows: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """Put per-row values [M] on the [A, B] grid of all block rows, 0 elsewhere, differentiably."""
+    flat = values.new_zeros(shape[0] * shape[1])
     return flat.index_copy(0, rows, values).view(shape)
 
 

@@ -46,8 +46,8 @@ def run_pass(
     )
     shape = (tables.num_anchors, tables.layout.block_size)
     loss_AP, nll_AP, correct_AP = (
-        scatter_rows(values, rows, shape, 0.0)[:, tables.layout.first_slot :]
-        for values in (result.loss, result.nll.detach(), result.correct.to(result.loss.dtype))
+        scatter_rows(values, rows, shape)[:, tables.layout.first_slot :]
+        for values in (result.loss, result.nll, result.correct.to(result.loss.dtype))
     )
     valid_AP = tables.label_grid(tables.labels) >= 0
     return pass_sums(objective, loss_AP, nll_AP, correct_AP > 0, valid_AP)

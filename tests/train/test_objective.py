@@ -8,6 +8,7 @@ import torch
 from dflash_offline.train.loss_spec import DECAY, DPACE
 from dflash_offline.train.objective import (
     Objective,
+    PassSums,
     decay_gamma,
     decay_weights,
     dpace_weights,
@@ -97,9 +98,17 @@ def test_sums_add_over_any_split_of_the_blocks():
     torch.testing.assert_close(whole, sum(parts), rtol=1e-13, atol=0)
 
 
+def test_flat_sums_are_exact_and_without_a_graph():
+    many = torch.tensor([2**24 + 1])
+    loss = torch.zeros((), requires_grad=True)
+    sums = PassSums(loss=loss, weight=loss.detach(), blocks=loss.detach(), accepted=many)
+    assert sums.flat().tolist() == [0.0, 0.0, 0.0, 2**24 + 1]
+    assert not sums.flat().requires_grad
+
+
 def test_scatter_rows_keeps_the_gradient():
     values = torch.tensor([2.0, 3.0], requires_grad=True)
-    grid = scatter_rows(values, torch.tensor([1, 4]), (2, 3), 0.0)
+    grid = scatter_rows(values, torch.tensor([1, 4]), (2, 3))
     assert grid.tolist() == [[0.0, 2.0, 0.0], [0.0, 3.0, 0.0]]
     (grid * torch.arange(6.0).view(2, 3)).sum().backward()
     assert values.grad.tolist() == [1.0, 4.0]

@@ -19,8 +19,8 @@ class Model(nn.Module):
         self.vector = nn.Parameter(torch.randn(3, generator=generator))
 
 
-def give_gradients(model: nn.Module, scale: float = 1.0) -> None:
-    generator = torch.Generator().manual_seed(1)
+def give_gradients(model: nn.Module, scale: float = 1.0, *, seed: int = 1) -> None:
+    generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.grad.copy_(scale * torch.randn(parameter.shape, generator=generator))
 
@@ -38,14 +38,17 @@ def test_equals_torch_after_division_and_clip():
     )
     for parameter in theirs.parameters():
         parameter.grad = torch.zeros_like(parameter)
+    norms = []
     for step in range(4):
-        give_gradients(ours, 10.0 * (step + 1))
-        norm, skipped = optimizer.step(lr=0.01, weight_sum=torch.tensor(5.0), clip=1.0)
-        give_gradients(theirs, 2.0 * (step + 1))
-        expected = nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        give_gradients(ours, 1.5 * (step + 1), seed=step)
+        norm, skipped = optimizer.step(lr=0.01, weight_sum=torch.tensor(5.0), clip=2.0)
+        give_gradients(theirs, 0.3 * (step + 1), seed=step)
+        expected = nn.utils.clip_grad_norm_(theirs.parameters(), 2.0)
         reference.step()
+        norms.append(expected)
         torch.testing.assert_close(norm, expected)
         assert skipped == 0
+    assert min(norms) < 2.0 < max(norms), "all are clipped, or none"
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b)
 
@@ -101,7 +104,7 @@ def test_muon_equals_torch(weight_decay):
     )
     adam = torch.optim.AdamW([theirs.vector], lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(4):
-        give_gradients(ours, 10.0 * (step + 1))
+        give_gradients(ours, 10.0 * (step + 1), seed=step)
         optimizer.step(lr=0.01, weight_sum=torch.tensor(1.0), clip=1e9)
         for parameter, other in zip(theirs.parameters(), ours.parameters(), strict=True):
             parameter.grad = other.grad.clone()

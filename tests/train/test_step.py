@@ -1,6 +1,7 @@
 """The gradient of a step: the same under any split, and what it learns."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,10 +9,12 @@ import torch
 
 from dflash_offline.common.topk import TopK
 from dflash_offline.kernels.reference_loss import head_logits
+from dflash_offline.train.loop import train_step
 from dflash_offline.train.loss_spec import DECAY, DPACE, parse_loss
 from dflash_offline.train.noise import noise_key, row_keys
-from dflash_offline.train.objective import Objective, objective_of
+from dflash_offline.train.objective import Objective, dpace_weights, objective_of
 from dflash_offline.train.optimizer import Optimizer
+from dflash_offline.train.phase_clock import PhaseClock
 from dflash_offline.train.step import accumulate, run_pass
 from dflash_offline.train.stream import assemble, cut_into_passes
 
@@ -112,6 +115,40 @@ def test_accumulation_adds_ranks_and_parts(toy_maker):
         name: sum(grads[name] * sums[1] for grads, sums in parts) / totals[1] for name in whole
     }
     assert_same(whole, joined, 1e-12)
+    assert not totals.requires_grad
+
+
+def test_a_step_divides_by_its_weights_and_leaves_none_of_what_is_not_finite(toy_maker):
+    toy = toy_maker()
+    document = toy.document(20)
+    objective = Objective(loss=DPACE, gamma=2.0)
+    gradient, totals = gradients(toy, [[document]], objective)
+    length = torch.linalg.vector_norm(torch.cat([each.flatten() for each in gradient.values()]))
+    optimizer = Optimizer(toy.drafter, weight_decay=0.0, betas=(0.9, 0.95))
+    setup = SimpleNamespace(
+        drafter=toy.drafter,
+        head=toy.head,
+        objective=objective,
+        sharding=None,
+        config=SimpleNamespace(clip=1.0),
+    )
+
+    def step(given) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        passes = SimpleNamespace(passes=[given])
+        return train_step(setup, optimizer, passes, lr=0.0, clock=PhaseClock(torch.device("cpu")))
+
+    given = toy.given([document])
+    for _ in range(2):
+        sums, norm, skipped = step(given)
+        torch.testing.assert_close(sums, totals)
+        torch.testing.assert_close(norm, length)
+        assert skipped == 0
+    sums, norm, skipped = step(
+        dataclasses.replace(given, features=torch.full_like(given.features, float("nan")))
+    )
+    assert skipped == 1
+    assert norm.isnan()
+    assert not sums.any()
 
 
 def test_local_denominators_would_differ(toy_maker):
@@ -134,6 +171,8 @@ def test_noise_does_not_depend_on_the_split(toy_maker):
         key = noise_key(seed=1, epoch=2, occurrence=0, sample_id=str(n))
         anchored = dataclasses.replace(document.anchored, noise_key=key)
         documents.append(dataclasses.replace(document, anchored=anchored))
+    keys = [row_keys(each.anchored.noise_key, each.anchored.num_context) for each in documents]
+    assert toy.given(documents).tables.noise_keys.tolist() == np.concatenate(keys).tolist()
     objective = Objective(loss=DECAY, gamma=2.0, noise=0.3)
     whole, totals = gradients(toy, [documents], objective)
     for groups in ([documents[2:], documents[:2]], list(cut_into_passes(documents, toy.layout, 8))):
@@ -247,6 +286,15 @@ def test_divergences_equal_the_written_sums(toy_maker):
     for labels, ids in (("data", given.tables.labels[rows]), ("teacher", q.argmax(-1))):
         nll = -p.gather(1, ids[:, None])[:, 0]
         torch.testing.assert_close(sums[labels], (weights * (divergence + 0.1 * nll)).sum())
+        # D-PACE weighs by the label's chance where nothing else asks for a label.
+        objective = objective_of(parse_loss("dpace=0.3,kl"), labels=labels, block_size=4)
+        grids = torch.zeros(2, given.tables.num_anchors * 4, dtype=nll.dtype)
+        grids[:, rows] = torch.stack([nll, (q.exp() * (q - p)).sum(-1)]).detach()
+        nll_AP, kl_AP = grids.view(2, -1, 4)[:, :, 1:]
+        weights_AP = dpace_weights(nll_AP, given.tables.label_grid(given.tables.labels) >= 0, 0.3)
+        found = run_pass(toy.drafter, head, objective, given)
+        torch.testing.assert_close(found.weight, weights_AP.sum())
+        torch.testing.assert_close(found.loss.detach(), (weights_AP * kl_AP).sum())
 
 
 def with_best_tokens(toy, document, k: int):
