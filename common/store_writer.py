@@ -188,6 +188,7 @@ class Store:
 
     def _fold_index(self) -> None:
         if self._commits_since_index and not isinstance(self._lock, Joined):
+            self._lock.check()
             self._index = write_pack_index(self.blobs, self._index, self.plan.num_packs)
             self._commits_since_index = 0
 

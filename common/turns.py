@@ -256,7 +256,7 @@ def loss_mask(
     for number, turn in enumerate(turns):
         tokens = _mark(mask, turn, text=text, offsets=offsets, specials=specials)
         if number == len(turns) - 1:
-            mask[tokens] |= np.where(mask[tokens] != 0, LossMask.LAST_TURN, 0).astype(np.uint8)
+            mask[tokens] |= LossMask.LAST_TURN
     return mask
 
 

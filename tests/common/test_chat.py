@@ -133,6 +133,22 @@ def test_empty_think_block_is_the_templates(tokenizer):
     assert written == ["Hello.<|im_end|>", f"{block}So long!<|im_end|>"]
 
 
+@pytest.mark.parametrize("block", ["<think>\n\n</think>\n\n", "\n</think>\n\n"])
+def test_empty_think_block_that_the_target_wrote(tokenizer, block: str):
+    """As without thinking; the opening tag may have stood in its prompt."""
+    said = [*TURNS[:3], {**TURNS[3], "content": f"{block}So long!"}]
+    assert marked(tokenizer, THINKING, said, bits=LossMask.TEMPLATE) == []
+    written = marked(tokenizer, THINKING, said, bits=LossMask.SUPERVISED)
+    assert written[-1] == "<think>\n\n</think>\n\nSo long!<|im_end|>"
+
+
+def test_special_token_inside_an_answer_is_not_its_end(tokenizer):
+    said = [TURNS[0], {**TURNS[1], "content": "Hel<|eot|>lo."}, *TURNS[2:]]
+    assert marked(tokenizer, PLAIN, said, bits=LossMask.END_OF_TURN) == []
+    written = marked(tokenizer, PLAIN, said, bits=LossMask.ASSISTANT)
+    assert written == ["Hel<|eot|>lo.\n", "So long!\n"]
+
+
 def test_think_block_of_the_generation_prompt_is_header(tokenizer):
     arguments = {"template_args": {"enable_thinking": False}}
     written = marked(tokenizer, THINKING, TURNS, bits=LossMask.SUPERVISED, **arguments)
@@ -160,6 +176,14 @@ def test_cut_answer_has_no_end_of_turn(tokenizer, template: str):
     assert written[-1] == "So long!"
     ids, _ = chat.render_conversation(tokenizer, TURNS, ChatOptions(), cut_last_turn=True)
     assert tokenizer.decode(ids).endswith("So long!")
+
+
+def test_cut_answer_that_repeats_its_reasoning(tokenizer):
+    thought = "<think>\n{{ m.reasoning_content }}\n</think>\n\n{{ m.content }}"
+    template = CHATML.replace("{{ m.content }}", thought)
+    said = [{**m, "content": "Yes.", "reasoning_content": "Yes."} for m in TURNS[:2]]
+    written = marked(tokenizer, template, said, bits=LossMask.SUPERVISED, cut_last_turn=True)
+    assert written == ["<think>\nYes.\n</think>\n\nYes."]
 
 
 @pytest.mark.parametrize("template", [CHATML, THINKING, INST], ids=["chatml", "thinking", "inst"])

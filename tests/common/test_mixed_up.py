@@ -1,6 +1,7 @@
 """Files that are whole, and not what belongs where they lie; rows, layers and plans in order."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,15 +10,18 @@ import pytest
 from dflash_offline.common import records
 from dflash_offline.common.blobs import LocalBlobs
 from dflash_offline.common.cache import open_cache
-from dflash_offline.common.cache_cli import CopyConfig
+from dflash_offline.common.cache_cli import CopyConfig, RepairConfig, VerifyConfig
 from dflash_offline.common.cache_copy import copy
+from dflash_offline.common.cache_edit import repair
+from dflash_offline.common.cache_verify import verify
 from dflash_offline.common.codecs import codec_named
-from dflash_offline.common.errors import DamagedStore
+from dflash_offline.common.errors import DamagedStore, Stopped
 from dflash_offline.common.pack_index import read_pack_index, scan_records, write_pack_index
 from dflash_offline.common.shards import BadShard, ShardWriter, decode_chunk
 from dflash_offline.common.store import (
     FEATURES,
     TOKENS,
+    Schema,
     commit_key,
     exists,
     index_key,
@@ -146,6 +150,9 @@ def test_index_has_what_joined_workers_committed(tmp_path, corpus_maker):
 def test_tokens_are_restored_from_the_rows_of_their_own_plan_alone(small_store, corpus_maker):
     url, corpus = small_store
     more = corpus_maker(seed=5, source="more")
+    # It begins with a sample that the first plan has too.
+    first = replace(more.plan.samples[0], content_hash=corpus.plan.samples[2].content_hash)
+    more.plan = replace(more.plan, samples=[first, *more.plan.samples[1:]])
     with more.open(url, append=True) as store:
         more.commit(store, first_pack=4)
         store.drop_packs({0, 4})
@@ -169,3 +176,33 @@ def test_pack_that_was_given_up_counts_again(small_store):
     corpus.commit(store, [1])
     store.close()
     assert open_cache(url).is_complete
+
+
+def test_run_that_fails_writes_no_index(tmp_path, corpus_maker):
+    """Nor one that owns the store no more."""
+    corpus = corpus_maker()
+
+    def fail() -> None:
+        with corpus.open(tmp_path / "s") as store:
+            corpus.commit(store, [0])
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    store = corpus.open(tmp_path / "s")
+    corpus.commit(store, [1])
+    store.close()
+    with pytest.raises(Stopped, match="has given the store .* back"):
+        store.fold_index()
+    assert not (tmp_path / "s" / index_key(0)).exists()
+    assert open_cache(str(tmp_path / "s"), partial=True).packs == [0, 1]
+
+
+def test_repair_keeps_metadata_that_another_version_wrote(tmp_path, corpus_maker, monkeypatch):
+    url, array_json = str(tmp_path / "s"), Schema.array_json
+    with monkeypatch.context() as older:
+        spelled = {"dimension_names": None}
+        older.setattr(Schema, "array_json", lambda *args: array_json(*args) | spelled)
+        corpus_maker().write(url)
+    repair(RepairConfig(url=url))
+    verify(VerifyConfig(url=url, deep=True))
