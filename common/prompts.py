@@ -62,7 +62,7 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
             break
         prompts.append(_prompt(row, where, number=len(prompts)))
     if not prompts:
-        raise BadInput(f"{path} holds no prompt; give rows of {_SHAPES}")
+        raise BadInput(f"--data {path} holds no prompt; give rows of {_SHAPES}")
     return prompts
 
 
@@ -86,18 +86,19 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as problem:
         raise BadInput(
-            f"{path} cannot be read ({problem}); give a JSONL or JSON file with rows of {_SHAPES}"
+            f"--data {path} cannot be read ({problem}); give a JSONL or JSON file with rows of "
+            f"{_SHAPES}"
         ) from problem
     if path.suffix == ".json":
-        rows = _json(text, str(path))
+        rows = _json(text, f"--data {path}")
         if not isinstance(rows, list):
-            raise BadInput(f"{path} holds a {type(rows).__name__}, not a list of rows")
+            raise BadInput(f"--data {path} holds a {type(rows).__name__}, not a list of rows")
         for number, row in enumerate(rows, start=1):
-            yield f"{path} row {number}", row
+            yield f"--data {path} row {number}", row
         return
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
-            where = f"{path} line {number}"
+            where = f"--data {path} line {number}"
             yield where, _json(line, where)
 
 
@@ -105,7 +106,9 @@ def _json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as problem:
-        raise BadInput(f"{where} is not JSON ({problem}); rows are {_SHAPES}") from problem
+        # The place that JSON names counts lines from this one.
+        reason = problem.msg if isinstance(problem, json.JSONDecodeError) else problem
+        raise BadInput(f"{where} is not JSON ({reason}); rows are {_SHAPES}") from problem
 
 
 def _prompt(row: Any, where: str, *, number: int) -> Prompt:
@@ -136,8 +139,9 @@ def _from_messages(messages: Any, where: str, name: str) -> Prompt:
         role = _ROLES.get(given.lower()) if isinstance(given, str) else None
         if role is None or not isinstance(content, str):
             raise BadInput(
-                f"{where} has a message of role {given!r} with {type(content).__name__} content; "
-                f"allowed are texts by {', '.join(_ROLES)}"
+                f"{where} has a message of role {given!r} whose content is "
+                f"{'a text' if isinstance(content, str) else 'no text'}; allowed are texts by "
+                f"{', '.join(_ROLES)}"
             )
         if role == "system":
             system = content

@@ -5,6 +5,7 @@ import sys
 
 import torch
 
+from dflash_offline.common.errors import BadInput
 from dflash_offline.common.options import print_config, save_config
 from dflash_offline.common.plain_console import plain_console
 from dflash_offline.train.setup import Setup
@@ -21,7 +22,10 @@ def say(*lines: str) -> None:
 def announce(setup: Setup) -> None:
     """Save and print the resolved configuration, and what was chosen for the user."""
     config = setup.config
-    config.out.mkdir(parents=True, exist_ok=True)
+    try:
+        config.out.mkdir(parents=True, exist_ok=True)
+    except (FileNotFoundError, NotADirectoryError) as problem:
+        raise BadInput(f"--out {config.out} cannot be made ({problem}); give another") from problem
     (config.out / "config.yaml").write_text(save_config(config))
     print_config(config, out=str(config.out), title="dflash-train")
     drafter = setup.drafter.config

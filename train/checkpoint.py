@@ -180,12 +180,11 @@ def check_learned(stored: Mapping[str, Any], given: Mapping[str, Any], where: Pa
         )
 
 
-def _differences(
-    stores: list[dict[str, Scalar]], others: list[dict[str, Scalar]]
-) -> list[dict[str, Scalar]]:
+def _differences(stores: list[dict[str, Scalar]], others: list[dict[str, Scalar]]) -> str:
     """Return those fields of stores that others do not have so."""
     pairs = zip(stores, others, strict=True)
-    return [{k: v for k, v in one.items() if other.get(k) != v} for one, other in pairs]
+    found = [f"{k} {v}" for one, other in pairs for k, v in one.items() if other.get(k) != v]
+    return ", ".join(found) or "nothing"
 
 
 def _replace_folder(staging: Path, folder: Path) -> None:

@@ -20,7 +20,7 @@ from dflash_offline.train.draft_shape import check_fits
 from dflash_offline.train.eval_config import EvalConfig
 from dflash_offline.train.evaluate import CacheEvaluation, evaluate_cache
 from dflash_offline.train.export import load_drafter
-from dflash_offline.train.page import shown
+from dflash_offline.train.page import PAGE_BEGINS, shown
 from dflash_offline.train.provenance import check_same_target, drafter_identity
 from dflash_offline.train.serving_eval import ServingEvaluation, evaluate_serving
 from dflash_offline.train.target_head import load_target_head
@@ -102,9 +102,30 @@ def _mode(config: EvalConfig) -> str:
             f"--temperature {config.temperature} is too little to divide logits by; give 0 for the "
             f"best token, or {_LEAST_TEMPERATURE} to 100"
         )
-    if config.out is not None and not config.out.parent.is_dir():
-        raise BadInput(f"--out {config.out}: {config.out.parent} is no folder; make it first")
+    if config.out is not None:
+        _check_out(config.out)
     return mode
+
+
+def _check_out(out: Path) -> None:
+    """Refuse a file that cannot be written, or is not of this command: answers, a configuration."""
+    if not out.parent.is_dir():
+        raise BadInput(f"--out {out}: {out.parent} is no folder; make it first")
+    try:
+        if not out.exists():
+            out.touch()
+            out.unlink()
+        # Neither a device nor a pipe is read.
+        elif out.is_file() and not out.read_bytes().startswith(PAGE_BEGINS.encode()):
+            json.loads(out.read_bytes())["acceptance_length"]
+    except OSError as problem:
+        raise BadInput(
+            f"--out {out} cannot be written ({problem}); give a file in a folder that can"
+        ) from problem
+    except (ValueError, TypeError, KeyError) as problem:
+        raise BadInput(
+            f"--out {out} is there and no result of this command; give another file"
+        ) from problem
 
 
 def _page_path(config: EvalConfig) -> Path:

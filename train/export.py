@@ -68,9 +68,10 @@ def load_drafter_config(folder: Path) -> DrafterConfig:
     try:
         return DrafterConfig.from_json(json.loads(path.read_text()))
     except FileNotFoundError as problem:
-        raise BadInput(
-            f"drafter {folder}: no {CONFIG_NAME} there; give the folder of an exported drafter"
-        ) from problem
+        # A run keeps its drafter in a folder of its own.
+        inner = Path(folder) / "draft"
+        what = inner if (inner / CONFIG_NAME).is_file() else "the folder of an exported drafter"
+        raise BadInput(f"drafter {folder}: no {CONFIG_NAME} there; give {what}") from problem
     except (UnicodeDecodeError, json.JSONDecodeError) as problem:
         raise BadInput(f"drafter {folder}: {CONFIG_NAME} is not JSON ({problem})") from problem
 

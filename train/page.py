@@ -25,7 +25,10 @@ th, td { text-align: left; padding: .25rem .75rem .25rem 0; border-bottom: 1px s
 td + td { font-variant-numeric: tabular-nums; }
 """
 
-_PAGE = """<!doctype html>
+PAGE_BEGINS = "<!doctype html>"
+_PAGE = (
+    PAGE_BEGINS
+    + """
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -41,6 +44,7 @@ _PAGE = """<!doctype html>
 </body>
 </html>
 """
+)
 
 
 def page(title: str, sections: Iterable[tuple[str, str, str]]) -> str:

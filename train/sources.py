@@ -23,6 +23,11 @@ def open_caches(config: TrainConfig) -> list[Cache]:
     Raises:
         BadInput: no store there, an unfinished one, another target, or no teacher where one is due.
     """
+    if config.read_cache is not None and not any("://" in url for url in config.cache):
+        raise BadInput(
+            f"--read-cache {config.read_cache} has no effect on stores in local folders, which are "
+            "read where they lie; leave it out"
+        )
     by_address = options_by_address(config.cache, config.storage_option)
     caches = [
         open_cache(

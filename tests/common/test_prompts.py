@@ -104,7 +104,7 @@ def test_messages() -> None:
         ({"messages": ["a"]}, "holds a str"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "'tool'"),
         ({"messages": [{"role": ["user"], "content": "a"}]}, "role"),
-        ({"messages": [{"role": "user", "content": None}]}, "NoneType"),
+        ({"messages": [{"role": "user", "content": None}]}, "content is no text"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "no user turn"),
         ({"turns": ["a"], "system": 4}, "system is a int"),
         ({"turns": ["a\ud83d"]}, "surrogate"),

@@ -252,7 +252,8 @@ def test_compare_mode(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert "a:100:[b]" in shown
     assert str(page) in shown
     assert "best" in shown
-    assert exit_code([*runs, "--out", str(tmp_path / "other.html")]) == 0
+    for _ in range(2):
+        assert exit_code([*runs, "--out", str(tmp_path / "other.html")]) == 0
     assert (tmp_path / "other.html").exists()
 
 
@@ -273,6 +274,14 @@ BAD = {
     "compare_with_draft": (["--compare", "a", "--compare", "b", "--draft", "{draft}"], "--draft"),
     "one_run": (["--compare", "{draft}"], "log.jsonl is missing"),
     "out_folder": (["--draft", "{draft}", "--cache", "x", "--out", "no/such/f.json"], "--out"),
+    "out_of_others": (
+        ["--draft", "{draft}", "--cache", "x", "--out", "{draft}/config.json"],
+        "is there and no result of this command",
+    ),
+    "out_is_address": (
+        ["--draft", "{draft}", "--cache", "x", "--out", "s3://b/f"],
+        "is an address",
+    ),
     "no_store": (["--draft", "{draft}", "--cache", "/nowhere/at/all"], "/nowhere"),
     "device": (["--draft", "{draft}", "--cache", "x", "--device", "gpu7"], "--device"),
     "other_device": (["--draft", "{draft}", "--cache", "x", "--device", "meta"], "cuda or cuda:N"),
@@ -305,6 +314,12 @@ def test_drafter_of_another_target(
     make_draft(Path(case[1]), **changes)
     assert exit_code(case) == 2
     assert word in capsys.readouterr().err
+
+
+def test_folder_of_a_run(case: list[str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    make_draft(tmp_path / "run/draft")
+    assert exit_code(["--draft", str(tmp_path / "run"), *case[2:]]) == 2
+    assert f"give {tmp_path / 'run/draft'}" in capsys.readouterr().err
 
 
 def test_too_long_prompt(case: list[str], capsys: pytest.CaptureFixture) -> None:

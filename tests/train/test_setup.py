@@ -48,6 +48,8 @@ REFUSED = {
     "epochs": (["--num-epochs", "inf"], "--num-epochs"),
     "weight": (["--weight", "inf"], "--weight"),
     "rate": (["--lr", "inf"], "--lr"),
+    "out": (["--out", "{tmp}/store/zarr.json/run"], "cannot be made"),
+    "read-cache": (["--read-cache", "{tmp}/kept"], "--read-cache"),
     "init": (["--init-from", "{tmp}/nothing"], "no config.json"),
 }
 
