@@ -9,6 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from dflash_offline.common.chat import ChatOptions
 from dflash_offline.common.errors import BadInput
@@ -104,6 +106,31 @@ def test_completion_is_used_as_it_is(reader: CorpusReader):
     (row,), _ = reader.convert(rows_of({"prompt": "One, two,", "completion": " three."}))
     assert reader.tokenizer.decode(row.tokens) == "One, two, three."
     assert reader.tokenizer.decode(row.tokens[row.mask == LossMask.OTHER]) == " three."
+
+
+def test_token_that_begins_in_the_prompt_is_the_prompts(reader: CorpusReader):
+    letters = {letter: i for i, letter in enumerate("abcdx")}
+    words = Tokenizer(models.BPE({**letters, "ab": 5}, [("a", "b")]))
+    reader = replace(reader, tokenizer=PreTrainedTokenizerFast(tokenizer_object=words))
+    (row,), _ = reader.convert(rows_of({"prompt": "xa", "completion": "bcd"}))
+    assert row.tokens.tolist() == [4, 5, 2, 3]
+    assert row.mask.tolist() == [0, 0, LossMask.OTHER, LossMask.OTHER]
+
+
+def test_last_id_of_the_vocabulary_and_the_first_beyond(reader: CorpusReader):
+    reader = replace(reader, vocab_size=7)
+    (row,), _ = reader.convert(rows_of({"input_ids": [5, 6], "loss_mask": [1, 1]}))
+    assert row.tokens.tolist() == [5, 6]
+    with pytest.raises(BadInput, match="token id 7 is beyond the target's vocabulary of 7"):
+        reader.convert(rows_of({"input_ids": [5, 7], "loss_mask": [1, 1]}))
+
+
+@pytest.mark.parametrize("drop", [False, True], ids=["truncate", "skip"])
+def test_row_of_just_the_length_allowed_is_kept_whole(reader: CorpusReader, drop: bool):
+    reader = replace(reader, max_length=3, drop_overlong=drop)
+    (row,), report = reader.convert(rows_of({"input_ids": [5, 6, 7], "loss_mask": [1, 1, 1]}))
+    assert row.tokens.tolist() == [5, 6, 7]
+    assert (row.is_truncated, report.num_truncated) == (False, 0)
 
 
 def test_token_ids_are_not_touched(reader: CorpusReader):

@@ -1,5 +1,6 @@
 """Plans as properties: every sample once, whole, in seeded order, whatever the batches are."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -10,8 +11,10 @@ from dflash_offline.common.store import LossMask, Plan
 from dflash_offline.extract.corpus import CorpusReport
 from dflash_offline.extract.plan import (
     PlanOptions,
+    cut_batches,
     frequent_shapes,
     held_out_rows,
+    make_batches,
     make_plan,
     padded_fraction,
     seeded_order,
@@ -125,6 +128,13 @@ def test_holdout_does_not_depend_on_other_data():
     assert not held_out_rows(talks, 0.0).any()
 
 
+def test_who_is_held_out_is_the_same_in_every_version():
+    """Data that is appended later must share the fate of what a store has of it already."""
+    held = held_out_rows([f"talk {i}" for i in range(60)], 0.1)
+    assert np.flatnonzero(held).tolist() == [22, 31, 46, 47]
+    assert held_out_rows(["a", "b", "c"], 1e-9).tolist() == [False, True, False]
+
+
 def test_some_conversation_is_held_out_of_a_small_corpus():
     assert held_out_rows(["a", "b", "c"], 1e-9).sum() == 1
     with pytest.raises(BadInput, match="--holdout .* every conversation"):
@@ -134,6 +144,8 @@ def test_some_conversation_is_held_out_of_a_small_corpus():
 def test_batch_below_the_longest_sample():
     with pytest.raises(BadInput, match="--batch-tokens 64 is below the longest sample"):
         plan_of(make_rows(20), batch_tokens=64)
+    longest = max(len(row.tokens) for row in make_rows(20))
+    assert plan_of(make_rows(20), batch_tokens=longest)[0].num_packs
 
 
 def test_padding_is_small_on_real_lengths():
@@ -154,6 +166,39 @@ def test_padding_is_small_on_real_lengths():
     plan, _ = plan_of(rows, pack_tokens=16384, batch_tokens=32768, unit_packs=16)
     assert padded_fraction(plan) < 0.1
     assert len(plan.batches) > 3
+
+
+def test_batches_are_the_cheapest_that_fit():
+    """Against every way to cut; a batch costs a 32nd of a full one beside its padded tokens."""
+    assert cut_batches(np.array([33, 32]), 64) == [1], "two tokens too many for one batch"
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        lengths = np.sort(rng.integers(1, 65, rng.integers(1, 8)))[::-1]
+        costs = {}
+        for chosen in itertools.product([False, True], repeat=len(lengths) - 1):
+            cuts = (np.flatnonzero(chosen) + 1).tolist()
+            padded = [len(part) * int(part[0]) for part in np.split(lengths, cuts)]
+            if max(padded) <= 64:
+                costs[tuple(cuts)] = sum(padded) + 2 * len(padded)
+        assert costs[tuple(cut_batches(lengths, 64))] == min(costs.values())
+
+
+def test_samples_of_one_length_keep_their_order():
+    """The order in a batch decides its rounding: it must not depend on how a machine sorts."""
+    rng = np.random.default_rng(0)
+    lengths, packs = rng.integers(1, 4, 500), np.repeat([0, 1, 2], [200, 200, 100])
+    for unit in make_batches(lengths, packs, unit_packs=2, batch_tokens=16):
+        members = [index for batch in unit for index in batch]
+        assert members == sorted(members, key=lambda index: (-lengths[index], index))
+
+
+def test_content_hash_follows_tokens_and_mask():
+    rows = make_rows(4)
+    for changed in ({"mask": rows[2].mask | LossMask.REASONING}, {"tokens": rows[2].tokens + 1}):
+        other = [*rows[:2], replace(rows[2], **changed), rows[3]]
+        plans = [plan_of(each)[0] for each in (rows, other)]
+        first, second = ({s.id: s.content_hash for s in plan.samples} for plan in plans)
+        assert {name for name in first if first[name] != second[name]} == {"2"}
 
 
 def test_frequent_shapes_are_those_of_many_batches():

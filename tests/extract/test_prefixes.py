@@ -1,6 +1,7 @@
 """Rows that another row begins with: merged exactly, whatever their order, and never by mistake."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -80,6 +81,13 @@ def test_sources_are_kept_apart():
     assert merge.kept.tolist() == [0, 1]
     _, merge = merged(short, row([1, 2, 3], [2]), row([1, 2, 3], [2], source="code"))
     assert merge.kept.tolist() == [1, 2]
+
+
+def test_licences_are_kept_apart():
+    """By which samples are chosen, and which the samples of another must not come under."""
+    free = [replace(each, licence="MIT") for each in (row([1, 2], [1]), row([7, 8], [1]))]
+    _, merge = merged(free[0], row([1, 2, 3], [2]), free[1], row([7, 8], [0]))
+    assert merge.kept.tolist() == [0, 1, 2, 3]
 
 
 def test_same_sums_do_not_merge(monkeypatch: pytest.MonkeyPatch):
