@@ -54,17 +54,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Document:
-    """One sample with its states."""
+class _Text:
+    """What a sample has beside its states."""
 
     index: int
     id: str
     source: str
     tokens: np.ndarray  # int32 [T]
     loss_mask: np.ndarray  # uint8 [T], LossMask bits
+    topk: TopK | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document(_Text):
+    """One sample with its states."""
+
     features: np.ndarray  # uint16 [K, T, H], bfloat16 bit patterns
     final: np.ndarray | None  # uint16 [T, H]
-    topk: TopK | None = None
 
     def features_torch(self) -> "torch.Tensor":
         """Return the features as bfloat16 [K, T, H], sharing memory."""
@@ -77,17 +83,11 @@ class Document:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CodedDocument:
+class CodedDocument(_Text):
     """One sample of an int store, not decoded; `kernels` decode it on a GPU."""
 
-    index: int
-    id: str
-    source: str
-    tokens: np.ndarray  # int32 [T]
-    loss_mask: np.ndarray  # uint8 [T], LossMask bits
     states: "EncodedStates"  # of T tokens
     slots: tuple[int, ...]  # row of the calibration of each layer in `states`
-    topk: TopK | None = None
 
 
 class Cache:
@@ -206,16 +206,13 @@ class Cache:
             raise DamagedStore(f"{CALIBRATION_MANIFEST_KEY} is missing")
         return calibration
 
+    @cached_property
     def target_path(self) -> Path:
-        """Return the local folder with the target's config, tokenizer and tensors, checked.
+        """The local folder with the target's config, tokenizer and tensors, checked.
 
         Raises:
             DamagedStore: a file is missing or not what was written.
         """
-        return self._target_path
-
-    @cached_property
-    def _target_path(self) -> Path:
         stated = self.fixed_files()
         if not isinstance(self.blobs, LocalBlobs):
             return local_copy(self.blobs, stated, TARGET)
@@ -235,7 +232,7 @@ class Cache:
         """Return `embed_tokens` [V, H], `lm_head` [V, H] (the embedding if tied) or `norm` [H]."""
         from safetensors import safe_open
 
-        with safe_open(self.target_path() / "tensors.safetensors", framework="pt") as file:
+        with safe_open(self.target_path / "tensors.safetensors", framework="pt") as file:
             names = set(file.keys())
             if name == "lm_head" and "lm_head.weight" not in names:
                 name = "embed_tokens"

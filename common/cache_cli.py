@@ -25,45 +25,41 @@ def _storage_option() -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InfoConfig:
-    """Options of `dflash-cache info`."""
-
+class _OneStore:
     url: str = option(help=_URL, argument=True, metavar="URL")
     storage_option: tuple[str, ...] = _storage_option()
+
+
+@dataclass(frozen=True, kw_only=True)
+class InfoConfig(_OneStore):
+    """Options of `dflash-cache info`."""
+
     json: bool = option(False, help="Print one JSON object instead of tables.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyConfig:
+class VerifyConfig(_OneStore):
     """Options of `dflash-cache verify`."""
 
-    url: str = option(help=_URL, argument=True, metavar="URL")
-    storage_option: tuple[str, ...] = _storage_option()
     deep: bool = option(
         False, help="Read every byte: checksums, gaps, finite states, token ids in range."
     )
-    threads: int = option(
-        4, help="Packs checked at the same time.", type=click.IntRange(1, 256), names=("--threads",)
-    )
+    threads: int = option(4, help="Packs checked at the same time.", type=click.IntRange(1, 256))
 
 
 @dataclass(frozen=True, kw_only=True)
-class RepairConfig:
+class RepairConfig(_OneStore):
     """Options of `dflash-cache repair`."""
 
-    url: str = option(help=_URL, argument=True, metavar="URL")
-    storage_option: tuple[str, ...] = _storage_option()
     retry_quarantined: bool = option(
         False, help="Give up packs with quarantined samples too, so that they are computed again."
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreviewConfig:
+class PreviewConfig(_OneStore):
     """Options of `dflash-cache preview`."""
 
-    url: str = option(help=_URL, argument=True, metavar="URL")
-    storage_option: tuple[str, ...] = _storage_option()
     sample: str | None = option(help="Sample id; the first sample when left out.")
     max_tokens: int = option(400, help="Tokens shown at most.", type=click.IntRange(1))
 
@@ -81,14 +77,10 @@ class CopyConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RemoveConfig:
+class RemoveConfig(_OneStore):
     """Options of `dflash-cache rm`."""
 
-    url: str = option(help=_URL, argument=True, metavar="URL")
-    storage_option: tuple[str, ...] = _storage_option()
-    where: str | None = option(
-        help="Take out the samples that meet this condition, and no others.", required=False
-    )
+    where: str | None = option(help="Take out the samples that meet this condition, and no others.")
     yes: bool = option(False, help="Do not ask.")
 
 
@@ -154,5 +146,3 @@ main = entry_point(
         params=[version_option("dflash-cache")],
     )
 )
-
-CONFIGS = {name: config for config, name, *_ in _COMMANDS}

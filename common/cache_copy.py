@@ -300,7 +300,7 @@ def _changed_identity(
 
 
 def _target_files(cache: Cache) -> dict[str, Any]:
-    folder = cache.target_path()
+    folder = cache.target_path
     prefix = f"{TARGET}/"
     keys = [key for key in cache.fixed_files() if key.startswith(prefix)]
     return {key.removeprefix(prefix): folder / key.removeprefix(prefix) for key in keys}

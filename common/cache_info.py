@@ -198,7 +198,7 @@ def preview(config: PreviewConfig) -> None:
             f"--sample {sample_id} is not in {config.url}; its first ids are "
             + ", ".join(cache.plan.samples[i].id for i in cache.samples[:3])
         ) from None
-    tokenizer = AutoTokenizer.from_pretrained(cache.target_path())
+    tokenizer = AutoTokenizer.from_pretrained(cache.target_path)
     console = plain_console(sys.stdout)
     trained = supervised(document.loss_mask)
     console.print(

@@ -91,11 +91,11 @@ class CalibrationRows:
         """Which rows are position 0 of their sample, bool [T]."""
         return torch.cat(self._is_first)
 
-    def fit(self, codec: str, *, exact_bound: float = EXACT_BOUND) -> Calibration:
+    def fit(self, codec: str) -> Calibration:
         """Return means and scales of the rows that will not be stored exactly."""
         features, final, is_first = self.features, self.final, self.is_first
         slots = [*features] if final is None else [*features, final]
-        moments = [_fit_slot(x, ~is_first, exact_bound) for x in slots]
+        moments = [_fit_slot(x, ~is_first) for x in slots]
         mean = torch.stack([m for m, _ in moments]).float()
         scale = torch.stack([s for _, s in moments]).float()
         if codec == "int3":
@@ -107,13 +107,13 @@ class CalibrationRows:
             mean=mean,
             reciprocal=1.0 / scale,
             scale=scale,
-            exact_bound=exact_bound,
+            exact_bound=EXACT_BOUND,
             num_tokens=len(is_first),
             num_samples=self.num_samples,
         )
 
 
-def _fit_slot(x: Tensor, is_usable: Tensor, bound: float) -> tuple[Tensor, Tensor]:
+def _fit_slot(x: Tensor, is_usable: Tensor) -> tuple[Tensor, Tensor]:
     """Return fp64 mean and standard deviation [H] of the rows that do not pass the bound.
 
     Starts from quantiles, which a few massive rows cannot move, and fits again until the set of
@@ -123,7 +123,7 @@ def _fit_slot(x: Tensor, is_usable: Tensor, bound: float) -> tuple[Tensor, Tenso
     kept = torch.zeros_like(is_usable)
     for _ in range(_MAX_ROUNDS):
         peaks = [((rows.double() - mean) / scale).abs().amax(1) for rows in x.split(_BLOCK_ROWS)]
-        inside = is_usable & (torch.cat(peaks) <= bound)
+        inside = is_usable & (torch.cat(peaks) <= EXACT_BOUND)
         if torch.equal(inside, kept):
             break
         if inside.sum() < _MIN_KEPT_FRAC * is_usable.sum():

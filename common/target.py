@@ -9,7 +9,7 @@ Letters: T tokens, K captured layers, H hidden, V vocabulary, N decoder layers.
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +32,7 @@ from dflash_offline.common.checkpoint_files import Checkpoint, find_checkpoint, 
 from dflash_offline.common.device_memory import has_run_out
 from dflash_offline.common.errors import BadInput, Stopped
 from dflash_offline.common.gguf_header import gguf_header_parsed_once
-from dflash_offline.common.target_parts import decoder_layers, decoder_of, parts_of
+from dflash_offline.common.target_parts import decoder_of, parts_of
 from dflash_offline.common.weights import gathered, load_causal, load_without_layers, own_part
 
 _AUTO_MODEL = "AutoModelForCausalLM"
@@ -218,9 +218,7 @@ def load_target(
         from transformers.distributed import DistributedConfig
 
         extra["distributed_config"] = DistributedConfig(tp_plan="auto", tp_size=tensor_parallel)
-    load: Callable[..., PreTrainedModel] = load_causal
-    if not layers:
-        load = functools.partial(load_without_layers, layers_of=decoder_layers)
+    load = load_causal if layers else load_without_layers
     config = _full_config(checkpoint)
     with _refusing(checkpoint, "weights", remedy=_remedy(config)):
         causal = load(checkpoint, config, dtype=dtype, **extra)

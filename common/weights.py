@@ -3,7 +3,7 @@
 import io
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
@@ -20,7 +20,7 @@ from transformers.utils.logging import (
 )
 
 from dflash_offline.common.checkpoint_files import Checkpoint
-from dflash_offline.common.target_parts import decoder_of
+from dflash_offline.common.target_parts import decoder_layers, decoder_of
 
 
 def load_causal(
@@ -49,34 +49,20 @@ def load_causal(
 
 
 def load_without_layers(
-    checkpoint: Checkpoint,
-    config: PreTrainedConfig,
-    *,
-    dtype: torch.dtype,
-    layers_of: Callable[[PreTrainedModel], nn.ModuleList | None],
-    **extra: Any,
+    checkpoint: Checkpoint, config: PreTrainedConfig, *, dtype: torch.dtype, **extra: Any
 ) -> PreTrainedModel:
     """Load a checkpoint into host memory, but its decoder layers onto the meta device.
 
     Their weights are not read: where transformers converts them, as it does experts and other
     dtypes, they would all be copied into memory. Loaded whole are a GGUF file, which is
-    dequantised, a checkpoint whose own code may run, and layers that share weights.
-
-    Args:
-        checkpoint: where it lies.
-        config: its whole configuration.
-        dtype: of the weights.
-        layers_of: returns the decoder layers of a model; a model that has none is loaded whole.
-        extra: further arguments of `from_pretrained`.
-
-    Raises:
-        OSError, ValueError, KeyError: as transformers raises them.
+    dequantised, a checkpoint whose own code may run, layers that share weights, and those of no
+    known name. Arguments and what it raises are as for `load_causal`.
     """
     if checkpoint.gguf_file or checkpoint.trust_remote_code:
         return load_causal(checkpoint, config, dtype=dtype, **extra)
     with torch.device("meta"):
         empty: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    if (layers := layers_of(empty)) is None:
+    if (layers := decoder_layers(empty)) is None:
         return load_causal(checkpoint, config, dtype=dtype, **extra)
     name = next(name for name, module in empty.named_modules() if module is layers)
     if any(key.startswith(f"{name}.") for key in empty.all_tied_weights_keys):

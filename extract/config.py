@@ -20,7 +20,7 @@ class ExtractConfig:
         names=("--target", "--model", "--target-model-path"),
         required=True,
     )
-    target_revision: str | None = option(None, help="Branch, tag or commit of a hub id.")
+    target_revision: str | None = option(help="Branch, tag or commit of a hub id.")
     trust_remote_code: bool = option(False, help="Let code shipped with the checkpoint run.")
     dtype: str = option(
         "auto",
@@ -47,7 +47,6 @@ class ExtractConfig:
         metavar="KEY=VALUE",
     )
     num_samples: int | None = option(
-        None,
         help="Stop reading data after so many kept samples; all by default.",
         names=("--num-samples", "--max-samples"),
         type=_POSITIVE,
@@ -65,7 +64,6 @@ class ExtractConfig:
         "lossless", help="How states are stored.", metavar="raw|lossless|int8|int4|int3"
     )
     max_length: int | None = option(
-        None,
         help="Tokens of a sample; the least of 4096, --pack-tokens and the target's context.",
         names=("--max-length", "--seq-length"),
         type=click.IntRange(min=2),
@@ -85,7 +83,6 @@ class ExtractConfig:
         "1%", help="Share of conversations kept from training, for evaluation.", metavar="PERCENT"
     )
     chat_template: Path | None = option(
-        None,
         help="Jinja file that replaces the tokenizer's chat template.",
         type=_FILE,
     )
@@ -94,9 +91,7 @@ class ExtractConfig:
         multiple=True,
         metavar="NAME=VALUE",
     )
-    system_prompt: str | None = option(
-        None, help="System message for conversations that have none."
-    )
+    system_prompt: str | None = option(help="System message for conversations that have none.")
     gpus: str = option(
         "all",
         help="Workers on this machine, one for each GPU; without GPUs, on the CPU.",

@@ -20,7 +20,7 @@ class GenerateConfig:
         names=("--target", "--model", "--target-model-path"),
         required=True,
     )
-    target_revision: str | None = option(None, help="Branch, tag or commit of a hub id.")
+    target_revision: str | None = option(help="Branch, tag or commit of a hub id.")
     trust_remote_code: bool = option(False, help="Let code shipped with the checkpoint run.")
     dtype: str = option(
         "auto",
@@ -42,7 +42,7 @@ class GenerateConfig:
         required=True,
     )
     num_samples: int | None = option(
-        None, help="Use only the first so many prompts; all by default.", type=_POSITIVE
+        help="Use only the first so many prompts; all by default.", type=_POSITIVE
     )
     num_answers: int = option(1, help="Answers to each prompt.", type=_POSITIVE)
     max_new_tokens: int = option(
@@ -66,20 +66,19 @@ class GenerateConfig:
         type=click.IntRange(min=2),
     )
     chat_template: Path | None = option(
-        None, help="Jinja file that replaces the tokenizer's chat template.", type=_FILE
+        help="Jinja file that replaces the tokenizer's chat template.", type=_FILE
     )
     chat_template_arg: tuple[str, ...] = option(
         help="Value that the chat template reads, as enable_thinking=false; repeatable.",
         multiple=True,
         metavar="NAME=VALUE",
     )
-    system_prompt: str | None = option(None, help="System message for prompts that have none.")
+    system_prompt: str | None = option(help="System message for prompts that have none.")
     endpoint: str | None = option(
-        None,
         help="OpenAI-compatible server, up to /v1, that writes the answers instead.",
         metavar="URL",
     )
-    api_key: str | None = option(None, help="Bearer token for the server.", secret=True)
+    api_key: str | None = option(help="Bearer token for the server.", secret=True)
     concurrency: int = option(
         32, help="Requests at a time to the server.", type=click.IntRange(1, 1024)
     )

@@ -1,6 +1,5 @@
 """What an extraction will do, before the target is loaded: options, layers, corpus and plan."""
 
-import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from dflash_offline.common.launch import count_workers
 from dflash_offline.common.layer_ids import resolve_layers
 from dflash_offline.common.lease import refuse_second_run
 from dflash_offline.common.local_copy import cache_folder
+from dflash_offline.common.records import sha256
 from dflash_offline.common.store import MANIFEST_KEY, Plan, Schema, exists
 from dflash_offline.common.store_checks import refuse_early, refuse_unwritable
 from dflash_offline.common.target import load_config, load_tokenizer
@@ -82,12 +82,9 @@ class Prepared:
         shared_by: workers that hold the target's parameters together.
     """
 
-    tokenizer: PreTrainedTokenizerBase
-    chat: ChatOptions
     schema: Schema
     reader: CorpusReader
     plan_options: PlanOptions
-    max_length: int
     dtype: torch.dtype
     cost: ForwardCost
     num_workers: int
@@ -142,8 +139,6 @@ def prepare(config: ExtractConfig, device: torch.device, free: FreeMemory) -> Pr
         trust_remote_code=remote,
     )
     prepared = Prepared(
-        tokenizer=tokenizer,
-        chat=chat_options,
         schema=schema,
         reader=CorpusReader(
             tokenizer=tokenizer,
@@ -153,7 +148,6 @@ def prepare(config: ExtractConfig, device: torch.device, free: FreeMemory) -> Pr
             drop_overlong=config.overlong == "skip",
         ),
         plan_options=plan_options,
-        max_length=max_length,
         dtype=dtype,
         cost=cost,
         num_workers=_workers_here(config),
@@ -229,8 +223,8 @@ def plan_extraction(config: ExtractConfig, device: torch.device, free: FreeMemor
     if not config.plan_only:
         refuse_small_memory(memory, config.batch_tokens, free)
     return Planned(
-        tokenizer=prepared.tokenizer,
-        chat=prepared.chat,
+        tokenizer=reader.tokenizer,
+        chat=reader.options,
         schema=schema,
         plan=plan,
         tokens=tokens,
@@ -305,7 +299,7 @@ def _known_identity(config: ExtractConfig, prepared: Prepared, blobs: Blobs) -> 
         target={
             **({} if digest is None else {"weight_digest": digest}),
             **unloaded_identity(checkpoint, prepared.dtype, layers=schema.layers),
-            **text_identity(prepared.tokenizer, prepared.chat),
+            **text_identity(prepared.reader.tokenizer, prepared.reader.options),
         },
         store=store_fields(schema),
         plan=_option_fields(config, prepared),
@@ -314,15 +308,14 @@ def _known_identity(config: ExtractConfig, prepared: Prepared, blobs: Blobs) -> 
 
 def _plan_fields(config: ExtractConfig, prepared: Prepared, plan: Plan) -> dict[str, Scalar]:
     content = "".join(plan.column("content_hash").tolist())
-    digest = hashlib.sha256(content.encode()).hexdigest()
-    return {**_option_fields(config, prepared), "data_sha256": digest}
+    return {**_option_fields(config, prepared), "data_sha256": sha256(content.encode())}
 
 
 def _option_fields(config: ExtractConfig, prepared: Prepared) -> dict[str, Scalar]:
     return {
         "sources": ", ".join(Path(each).name for each in config.data),
         "num_samples": config.num_samples,
-        "max_length": prepared.max_length,
+        "max_length": prepared.reader.max_length,
         "overlong": config.overlong,
         # 1% and 0.01 are the same.
         "holdout": f"{100 * prepared.plan_options.holdout:g}%",

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from dflash_offline.common.cache import Cache
 from dflash_offline.common.errors import FoundProblems
+from dflash_offline.common.pack_arrays import as_bfloat16
 from dflash_offline.common.plain_console import plain_console
 from dflash_offline.common.target import Target
 from dflash_offline.extract.forward import StateForward
@@ -187,20 +188,16 @@ def _sample_errors(
     if not all(bool(state.isfinite().all()) for state in every):
         return errors
     for k, layer in enumerate(layers):
-        captured = _from_patterns(features[k]).to(target.device)
+        captured = as_bfloat16(features[k]).float().to(target.device)
         distances = torch.stack([_row_error(captured, state) for state in every])  # [N, T]
         errors[f"layer {layer} error"] = distances[layer].cpu().numpy()
         # By a factor: rows with massive activations hardly change from one layer to the next.
         is_other = distances.amin(dim=0) * _CLEARLY < distances[layer]
         errors[f"layer {layer} rows nearer to another"] = is_other.float().cpu().numpy()
     if final is not None:
-        states = _from_patterns(final).to(target.device)
+        states = as_bfloat16(final).float().to(target.device)
         errors["log-probabilities"] = _logit_error(target, ids, states)
     return errors
-
-
-def _from_patterns(patterns: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(patterns.view(np.int16)).view(torch.bfloat16).float()
 
 
 @torch.inference_mode()

@@ -31,7 +31,6 @@ class TrainConfig:
         type=_ABOVE_ZERO,
     )
     where: str | None = option(
-        None,
         help="Condition on training samples, such as 'source == \"code\" and length < 2000'.",
         metavar="EXPR",
     )
@@ -41,10 +40,10 @@ class TrainConfig:
         type=click.Choice(["all", "last", "no-reasoning"]),
     )
     num_samples: int | None = option(
-        None, help="Use only the first so many training samples of each store.", type=_POSITIVE
+        help="Use only the first so many training samples of each store.", type=_POSITIVE
     )
     layers: str | None = option(
-        None, help="Captured layers to use, comma-separated ids; all of the store by default."
+        help="Captured layers to use, comma-separated ids; all of the store by default."
     )
     partial: bool = option(False, help="Accept a store whose extraction has not finished.")
     damaged: str = option(
@@ -59,7 +58,6 @@ class TrainConfig:
         metavar="KEY=VALUE",
     )
     read_cache: Path | None = option(
-        None,
         help="Local folder that keeps what was read from object storage.",
         type=click.Path(path_type=Path, file_okay=False),
     )
@@ -74,7 +72,6 @@ class TrainConfig:
     )
     resume: bool = option(False, help="Go on from the newest checkpoint in --out, if there is one.")
     init_from: Path | None = option(
-        None,
         help="Exported drafter to start from, ours or z-lab's; brings its own shape.",
         type=click.Path(path_type=Path, file_okay=False),
     )
@@ -82,24 +79,20 @@ class TrainConfig:
         0, help="Seed of weights, sample order and anchors.", type=click.IntRange(0, 2**63 - 1)
     )
     draft_config: Path | None = option(
-        None,
         help="JSON file with keys of the drafter's config.json that replace the target's values.",
         type=click.Path(path_type=Path, dir_okay=False, exists=True),
         group="Drafter",
     )
     draft_layers: int | None = option(
-        None,
         help="Layers of the drafter.  [default: 5]",
         type=click.IntRange(1, 64),
         names=("--draft-layers", "--draft-num-layers"),
     )
     block_size: int | None = option(
-        None,
         help="Slots of a block, the anchor included.  [default: 16]",
         type=click.IntRange(2, 64),
     )
     mask_token_id: int | None = option(
-        None,
         help="Token that stands for a slot to draft; chosen by rule and printed by default.",
         type=click.IntRange(min=0),
     )
@@ -130,13 +123,11 @@ class TrainConfig:
         32, help="Samples of an optimiser step, over all processes.", type=_POSITIVE, group="Steps"
     )
     num_epochs: float | None = option(
-        None,
         help="Epochs to train, where --num-steps is not given.  [default: 6]",
         type=_ABOVE_ZERO,
     )
-    num_steps: int | None = option(None, help="Optimiser steps to train.", type=_POSITIVE)
+    num_steps: int | None = option(help="Optimiser steps to train.", type=_POSITIVE)
     max_minutes: float | None = option(
-        None,
         help="Minutes after which the run ends as if complete; alone, the rate follows them too.",
         type=click.FloatRange(min=0, min_open=True),
     )
@@ -147,7 +138,6 @@ class TrainConfig:
         group="Optimiser",
     )
     ema: float | None = option(
-        None,
         help="Decay a step of a running average of the weights, which is then what is exported.",
         type=click.FloatRange(0, 1, min_open=True, max_open=True),
     )
@@ -220,7 +210,6 @@ class TrainConfig:
     )
     keep_checkpoints: int = option(2, help="Checkpoints to keep, the newest ones.", type=_POSITIVE)
     wandb: str | None = option(
-        None,
         help="Project at Weights & Biases to log to too; without a key, into --out for wandb sync.",
         metavar="PROJECT",
     )

@@ -85,7 +85,7 @@ def choose_mask_token(
 def tokenizer_facts(cache: Cache) -> TokenizerFacts:
     """Read a store's tokenizer files; ids of the target's config count as taken too."""
     taken = _taken_by_config(cache)
-    folder = cache.target_path()
+    folder = cache.target_path
     if not (folder / "tokenizer.json").is_file():
         return TokenizerFacts(taken=taken)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
