@@ -63,15 +63,6 @@ def lengths_of(cache: Cache) -> dict[str, int]:
     return {sample.id: sample.length for sample in samples}
 
 
-def state_files(store: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(store)): path.read_bytes()
-        for name in ("features", "final", "tokens", "loss_mask")
-        for path in sorted((store / name).rglob("*"))
-        if path.is_file()
-    }
-
-
 @pytest.mark.parametrize(
     "family", ["qwen3", "llama", "gemma3", "qwen3-moe", "qwen3.5-hybrid", "gpt-oss"]
 )
@@ -141,7 +132,7 @@ def send_sigterm() -> None:
 
 
 def test_interrupted_run_resumes_to_the_same_bytes(
-    make_target, write_corpus, run, tmp_path, monkeypatch, capsys
+    make_target, write_corpus, run, state_files, tmp_path, monkeypatch, capsys
 ):
     folder, data = make_target("qwen3"), write_corpus(33)
     args = ("--target", folder, "--data", data, *SMALL, "--teacher", "final")
@@ -289,6 +280,22 @@ def test_states_that_are_not_finite_are_quarantined(
     monkeypatch.setattr(forward_module.Capture, "take", take)
     assert_content(folder, cache)
     assert run(cache_command, "verify", "--deep", out) == 0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_rows_that_are_not_finite_are_told(bad, make_target, monkeypatch):
+    target = load_target(make_target("qwen3"), dtype=torch.float32, device="cpu", head=False)
+    take = forward_module.Capture.take
+
+    def spoiled(capture):
+        states = take(capture)
+        states[1][3, 5] = bad
+        return states
+
+    monkeypatch.setattr(forward_module.Capture, "take", spoiled)
+    with forward_module.StateForward(target, (0, 1, 4), keep_final=True) as forward:
+        states = forward([np.arange(5, 9, dtype=np.int32), np.arange(5, 8, dtype=np.int32)])
+    assert np.argwhere(~states.is_finite).tolist() == [[1, 3]]
 
 
 def test_target_part_of_the_store(make_target, write_corpus, run, tmp_path):
