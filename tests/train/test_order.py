@@ -36,6 +36,7 @@ def test_later_epochs_permute_windows():
     # A window is four packs of four samples, and stays together.
     windows = [[index // 16 for index in second[at : at + 16]] for at in range(0, 64, 16)]
     assert [len(set(window)) for window in windows] == [1, 1, 1, 1]
+    assert sorted(windows) != windows
     assert SampleOrder([store(64)], seed=4).take(StreamState(epoch=1), 64)[0] != epoch_of(order, 1)
 
 
@@ -43,7 +44,8 @@ def test_any_cut_gives_the_same_sequence():
     order = SampleOrder([store(10)], seed=0)
     whole, end = order.take(StreamState(), 37)
     parts, state = [], StreamState()
-    for count in (1, 9, 10, 3, 14):
+    # Also up to one before the end of an epoch.
+    for count in (1, 8, 11, 3, 14):
         draws, state = SampleOrder([store(10)], seed=0).take(state, count)
         parts += draws
     assert parts == whole
@@ -78,6 +80,13 @@ def test_stores_are_interleaved_evenly():
     places = [at for at, number in enumerate(stores) if number == 1]
     gaps = {after - before for before, after in itertools.pairwise(places)}
     assert gaps <= {4, 5, 6}
+
+
+def test_stores_are_shuffled_apart():
+    draws = epoch_of(SampleOrder([store(20), store(20)], seed=0), 1)
+    first, second = ([draw.index for draw in draws if draw.store == number] for number in (0, 1))
+    assert sorted(first) == sorted(second)
+    assert first != second
 
 
 def test_an_empty_store_is_refused():
