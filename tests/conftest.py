@@ -2,7 +2,7 @@
 
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from safetensors.numpy import save
 from dflash_offline.common.identity import Identity
 from dflash_offline.common.store import LossMask, Plan, Sample, Schema
 from dflash_offline.common.store_writer import Store
+from dflash_offline.common.topk import TopK, predicts
 
 # Kernels run on the device where there is one, else in Triton's interpreter. Triton reads the
 # variable when a kernel is defined, so it must stand before any test imports one.
@@ -26,10 +27,10 @@ TARGET_CONFIG = b"""{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"
  "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4,
  "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97, "rms_norm_eps": 1e-6,
  "rope_theta": 10000.0, "max_position_embeddings": 4096, "tie_word_embeddings": true}"""
-CHAT_TEMPLATE = (
 # It reads `deep`, which changes nothing.
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+CHAT_TEMPLATE = (
     "{% if deep %}{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
@@ -55,6 +56,7 @@ class Corpus:
     masks: list[np.ndarray]
     features: list[np.ndarray]
     final: list[np.ndarray]
+    topk: list[TopK]  # empty without such a teacher
     target_files: dict[str, bytes]
 
     def open(
@@ -79,7 +81,12 @@ class Corpus:
             self.commit(store)
 
     def commit(
-        self, store: Store, packs: range | list[int] | None = None, *, first_pack: int = 0
+        self,
+        store: Store,
+        packs: Sequence[int] | None = None,
+        *,
+        first_pack: int = 0,
+        quarantined: Mapping[int, str] | None = None,
     ) -> None:
         """Commit packs of this corpus, which stand behind `first_pack` packs of earlier plans."""
         for pack in range(self.plan.num_packs) if packs is None else packs:
@@ -87,7 +94,26 @@ class Corpus:
             features = np.concatenate([self.features[i] for i in members], axis=1)
             final = np.concatenate([self.final[i] for i in members])
             has_final = self.schema.teacher == "final"
-            store.commit_pack(first_pack + pack, features, final if has_final else None)
+            store.commit_pack(
+                first_pack + pack,
+                features,
+                final if has_final else None,
+                topk=TopK.joined([self.topk[i] for i in members]) if self.topk else None,
+                quarantined=quarantined,
+            )
+
+
+def random_topk(masks: list[np.ndarray], k: int, seed: int) -> list[TopK]:
+    """Predictions of a teacher wherever the next token is supervised."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for mask in masks:
+        kept = predicts(mask)[:, None]
+        ids = np.argsort(rng.random((len(mask), VOCAB - 1)), axis=1)[:, :k].astype(np.int32)
+        # Half of the probability at most is theirs.
+        logprobs = -np.sort(rng.exponential(2.0, ids.shape), axis=1) - np.log(2 * k)
+        found.append(TopK(ids=ids * kept, logprobs=logprobs.astype(np.float32) * kept))
+    return found
 
 
 def random_bfloat16(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -149,15 +175,16 @@ def make_corpus(
         "embed_tokens.weight": rng.standard_normal((VOCAB, hidden), np.float32),
         "norm.weight": np.ones(hidden, np.float32),
     }
+    schema = Schema(
+        layers=layers,
+        hidden=hidden,
+        vocab_size=VOCAB,
+        pack_tokens=pack_tokens,
+        codec=codec,
+        teacher=teacher,
+    )
     return Corpus(
-        schema=Schema(
-            layers=layers,
-            hidden=hidden,
-            vocab_size=VOCAB,
-            pack_tokens=pack_tokens,
-            codec=codec,
-            teacher=teacher,
-        ),
+        schema=schema,
         plan=plan,
         identity=Identity(
             target={"weights": "0" * 8, "layers": ",".join(map(str, layers))},
@@ -168,8 +195,23 @@ def make_corpus(
         masks=masks,
         features=[random_bfloat16(rng, (len(layers), n, hidden)) for n in lengths],
         final=[random_bfloat16(rng, (n, hidden)) for n in lengths],
+        topk=random_topk(masks, schema.num_topk, seed) if schema.num_topk else [],
         target_files={"config.json": TARGET_CONFIG, "tensors.safetensors": save(tensors)},
     )
+
+
+@pytest.fixture
+def is_running() -> Callable[[int], bool]:
+    """Whether a process still runs; a zombie that nobody has waited for counts as gone."""
+
+    def read(pid: int) -> bool:
+        try:
+            text = Path(f"/proc/{pid}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        return text.rpartition(")")[2].split()[0] != "Z"
+
+    return read
 
 
 @pytest.fixture

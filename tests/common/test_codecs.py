@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_offline.common.cache import open_cache
-from dflash_offline.common.cache_cli import main as cache_command
+from dflash_offline.common.cache import Cache, open_cache
 from dflash_offline.common.calibration import CalibrationRows, calibration_batches
 from dflash_offline.common.calibration_file import read_codec_report
 from dflash_offline.common.codec_report import codec_report
@@ -180,7 +179,7 @@ def read_report_and_sample(url: str) -> None:
 
 
 @pytest.mark.parametrize("key", [CALIBRATION_KEY, CODEC_REPORT_KEY, CALIBRATION_MANIFEST_KEY])
-def test_damaged_calibration_is_found(tmp_path, corpus_maker, key):
+def test_damaged_calibration_is_found(run, tmp_path, corpus_maker, key):
     corpus = corpus_maker(codec="int4")
     url = int_store(tmp_path / "s", corpus)
     path = tmp_path / "s" / key
@@ -194,9 +193,7 @@ def test_damaged_calibration_is_found(tmp_path, corpus_maker, key):
     path.unlink()
     with pytest.raises(DamagedStore, match="calibration/.* is missing"):
         read_report_and_sample(url)
-    with pytest.raises(SystemExit) as end:
-        cache_command(["verify", url])
-    assert end.value.code == 1
+    assert run("verify", url) == 1
 
 
 def test_damaged_codes_are_found(tmp_path, corpus_maker):
@@ -218,8 +215,7 @@ def test_quarantined_sample_of_codes(tmp_path, corpus_maker):
     with corpus.open(tmp_path / "s") as store:
         calibrate(store, corpus)
         corpus.features[1][:] = 0
-        features = np.concatenate([corpus.features[i] for i in store.pack_samples(0)], axis=1)
-        store.commit_pack(0, features, quarantined={1: "layer 3, position 7: not finite"})
+        corpus.commit(store, [0], quarantined={1: "layer 3, position 7: not finite"})
         corpus.commit(store, [1, 2, 3])
     cache = open_cache(str(tmp_path / "s"))
     assert 1 not in cache.samples
@@ -227,22 +223,19 @@ def test_quarantined_sample_of_codes(tmp_path, corpus_maker):
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "int3"])
-def test_rm_leaves_the_codes_of_others(tmp_path, corpus_maker, codec):
+def test_rm_leaves_the_codes_of_others(run, tmp_path, corpus_maker, codec):
     corpus = corpus_maker(codec=codec, teacher="final")
     with corpus.open(tmp_path / "s") as store:
         calibrate(store, corpus)
         corpus.commit(store)
     before = open_cache(str(tmp_path / "s")).read_many([0, 2, 3, 4, 5])
-    where = ["--where", 'id == "test:1"']
-    with pytest.raises(SystemExit, match="0"):
-        cache_command(["rm", str(tmp_path / "s"), "--yes", *where])
+    assert run("rm", tmp_path / "s", "--yes", "--where", 'id == "test:1"') == 0
     cache = open_cache(str(tmp_path / "s"))
     assert cache.samples == [0, 2, 3, 4, 5]
     for old, new in zip(before, cache.read_many(cache.samples), strict=True):
         np.testing.assert_array_equal(new.features, old.features)
         np.testing.assert_array_equal(new.final, old.final)
-    with pytest.raises(SystemExit, match="0"):
-        cache_command(["verify", "--deep", str(tmp_path / "s")])
+    assert run("verify", "--deep", tmp_path / "s") == 0
 
 
 def test_appended_packs_use_the_same_calibration(tmp_path, corpus_maker):
@@ -250,9 +243,7 @@ def test_appended_packs_use_the_same_calibration(tmp_path, corpus_maker):
     int_store(tmp_path / "s", first)
     with second.open(tmp_path / "s", append=True) as store:
         assert not store.needs_calibration
-        for pack in range(4, 8):
-            members = [i - 6 for i in store.pack_samples(pack)]
-            store.commit_pack(pack, np.concatenate([second.features[i] for i in members], axis=1))
+        second.commit(store, first_pack=4)
     cache = open_cache(str(tmp_path / "s"))
     features, _ = reference(second, cache.calibration, 2)
     np.testing.assert_array_equal(cache.read(8).features, bits_of(features))
@@ -301,31 +292,27 @@ def test_sizes_of_codes():
     assert json.dumps(schema.array_json(EXACT, 3))
 
 
-def copied(source: str, destination: Path, *arguments: str) -> str:
-    with pytest.raises(SystemExit) as end:
-        cache_command(["copy", source, str(destination), *arguments])
-    assert not end.value.code
-    return str(destination)
+def test_copy_between_codecs(run, tmp_path, corpus_maker, capsys):
+    def copied(source: str, name: str, *arguments: str) -> Cache:
+        assert run("copy", tmp_path / source, tmp_path / name, *arguments) == 0
+        return open_cache(str(tmp_path / name))
 
-
-def test_copy_between_codecs(tmp_path, corpus_maker, capsys):
     corpus = corpus_maker(codec="raw", teacher="final")
     corpus.write(tmp_path / "raw")
-    coded = open_cache(copied(str(tmp_path / "raw"), tmp_path / "int4", "--codec", "int4"))
+    coded = copied("raw", "int4", "--codec", "int4")
     for index in coded.samples:
         features, final = reference(corpus, coded.calibration, index)
         np.testing.assert_array_equal(coded.read(index).features, bits_of(features))
         np.testing.assert_array_equal(coded.read(index).final, bits_of(final))
     assert read_codec_report(coded.blobs)["final"]["kl"] < 0.1
-    with pytest.raises(SystemExit):
-        cache_command(["info", str(tmp_path / "int4")])
+    assert run("info", tmp_path / "int4") == 0
     shown = capsys.readouterr().out
     assert "Error of int4 on" in shown
     assert all(name in shown for name in ("layer 1", "layer 3", "final state"))
     # The same codec again keeps the codes; none at all keeps the bytes.
-    fewer = open_cache(copied(str(tmp_path / "int4"), tmp_path / "fewer", "--layers", "3"))
-    whole = open_cache(copied(str(tmp_path / "int4"), tmp_path / "whole"))
-    back = open_cache(copied(str(tmp_path / "int4"), tmp_path / "back", "--codec", "raw"))
+    fewer = copied("int4", "fewer", "--layers", "3")
+    whole = copied("int4", "whole")
+    back = copied("int4", "back", "--codec", "raw")
     for index in coded.samples:
         expected = coded.read(index)
         np.testing.assert_array_equal(fewer.read(index).features[0], expected.features[1])

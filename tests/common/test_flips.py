@@ -6,11 +6,9 @@ runs hold nothing that is read as data, and are left out.
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
-import numpy as np
 import pytest
 
 from dflash_offline.common.cache import open_cache
@@ -19,27 +17,9 @@ from dflash_offline.common.cache_copy import copy
 from dflash_offline.common.cache_verify import verify
 from dflash_offline.common.errors import BadInput, DamagedStore, FoundProblems
 from dflash_offline.common.lease import is_owner_key
-from dflash_offline.common.store_writer import Store
-from dflash_offline.common.topk import TopK
 
 CASES = [(codec, "final") for codec in ("raw", "lossless", "int8", "int4", "int3")]
 CASES += [("lossless", "topk:3")]
-
-
-def commit(corpus, store: Store, packs: Sequence[int], first_pack: int = 0) -> None:
-    """Commit packs of a corpus, with some best tokens where the store has them."""
-    if not corpus.schema.num_topk:
-        corpus.commit(store, list(packs), first_pack=first_pack)
-        return
-    for pack in packs:
-        members = [i for i, sample in enumerate(corpus.plan.samples) if sample.pack == pack]
-        features = np.concatenate([corpus.features[i] for i in members], axis=1)
-        rng, shape = np.random.default_rng(pack), (features.shape[1], corpus.schema.num_topk)
-        best = TopK(
-            ids=rng.integers(0, corpus.schema.vocab_size, shape, np.int32),
-            logprobs=-rng.random(shape, np.float32),
-        )
-        store.commit_pack(first_pack + pack, features, topk=best)
 
 
 def make_store(folder: Path, codec: str, teacher: str, corpus_maker) -> Path:
@@ -48,14 +28,13 @@ def make_store(folder: Path, codec: str, teacher: str, corpus_maker) -> Path:
     more = {"seed": 1, "source": "more", "lengths": (50, 31)}
     second = corpus_maker(codec=codec, teacher=teacher, **more)
     second.target_files = first.target_files
-    with first.open(folder / "first") as store:
-        commit(first, store, range(first.plan.num_packs))
+    first.write(folder / "first")
     copy(CopyConfig(source=str(folder / "first"), destination=str(folder / "s"), codec=codec))
     with second.open(folder / "s", append=True) as store:
         first_pack = store.plan.num_packs - second.plan.num_packs
-        commit(second, store, range(second.plan.num_packs), first_pack)
+        second.commit(store, first_pack=first_pack)
         store.drop_packs({first_pack})
-        commit(second, store, [0], first_pack)
+        second.commit(store, [0], first_pack=first_pack)
     return folder / "s"
 
 

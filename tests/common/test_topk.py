@@ -16,32 +16,14 @@ from dflash_offline.common.topk import HEAD_ROWS, TopK, predicts, top_logprobs
 K, VOCAB = 5, 97
 
 
-def best_of(corpus, seed: int = 0) -> list[TopK]:
-    """Return a made-up teacher of every sample: predictions where the next token is supervised."""
-    rng = np.random.default_rng(seed)
-    found = []
-    for mask in corpus.masks:
-        kept = predicts(mask)[:, None]
-        logprobs = -np.sort(rng.exponential(2.0, (len(mask), K)).astype(np.float32), axis=1)
-        ids = np.argsort(rng.random((len(mask), VOCAB)), axis=1)[:, :K].astype(np.int32)
-        found.append(TopK(ids=ids * kept, logprobs=logprobs * kept))
-    return found
-
-
 @pytest.fixture
 def topk_store(tmp_path: Path, corpus_maker):
     """A complete store with best tokens, and what it holds."""
 
     def make(codec: str = "raw") -> tuple:
         corpus = corpus_maker(codec=codec, teacher=f"topk:{K}")
-        best = best_of(corpus)
-        url = str(tmp_path / "store")
-        with corpus.open(url) as store:
-            for pack in range(corpus.plan.num_packs):
-                members = store.pack_samples(pack)
-                features = np.concatenate([corpus.features[i] for i in members], axis=1)
-                store.commit_pack(pack, features, topk=TopK.joined([best[i] for i in members]))
-        return url, corpus, best
+        corpus.write(tmp_path / "store")
+        return str(tmp_path / "store"), corpus
 
     return make
 
@@ -54,12 +36,12 @@ def assert_same(found: TopK | None, expected: TopK) -> None:
 
 @pytest.mark.parametrize("codec", ["raw", "lossless"])
 def test_stored_is_what_is_read(topk_store, codec: str):
-    url, corpus, best = topk_store(codec)
+    url, corpus = topk_store(codec)
     cache = open_cache(url)
     assert cache.schema.num_topk == K
     assert cache.schema.num_slots == len(cache.schema.layers)
     for document in cache.read_many(cache.samples):
-        assert_same(document.topk, best[document.index])
+        assert_same(document.topk, corpus.topk[document.index])
         assert document.final is None
         np.testing.assert_array_equal(document.topk.is_kept(), predicts(document.loss_mask))
         np.testing.assert_array_equal(document.features, corpus.features[document.index])
@@ -74,21 +56,21 @@ def test_rows_that_predict_nothing():
 
 
 def test_copy_and_remove_keep_them(run, topk_store, tmp_path: Path):
-    url, corpus, best = topk_store()
+    url, corpus = topk_store()
     copied = str(tmp_path / "copied")
     assert run("copy", url, copied, "--codec", "lossless") == 0
     assert run("copy", url, str(tmp_path / "int8"), "--codec", "int8") == 0
     for place in (copied, str(tmp_path / "int8")):
         cache = open_cache(place)
         for document in cache.read_many(cache.samples):
-            assert_same(document.topk, best[int(document.id.split(":")[1])])
+            assert_same(document.topk, corpus.topk[int(document.id.split(":")[1])])
     for document in open_cache(str(tmp_path / "int8")).read_codes([0, 1]):
-        assert_same(document.topk, best[int(document.id.split(":")[1])])
+        assert_same(document.topk, corpus.topk[int(document.id.split(":")[1])])
     assert run("rm", url, "--where", "length < 30", "--yes") == 0
     cache = open_cache(url)
     assert len(cache.samples) < len(corpus.tokens)
     for document in cache.read_many(cache.samples):
-        assert_same(document.topk, best[document.index])
+        assert_same(document.topk, corpus.topk[document.index])
 
 
 @pytest.mark.parametrize(
@@ -102,19 +84,14 @@ def test_copy_and_remove_keep_them(run, topk_store, tmp_path: Path):
 )
 def test_verify_finds_nonsense(tmp_path: Path, corpus_maker, array: str, value, words: str):
     corpus = corpus_maker(teacher=f"topk:{K}")
-    best = best_of(corpus)
-    getattr(best[0], array)[9, 1] = value
-    with corpus.open(tmp_path / "store") as store:
-        for pack in range(corpus.plan.num_packs):
-            members = store.pack_samples(pack)
-            features = np.concatenate([corpus.features[i] for i in members], axis=1)
-            store.commit_pack(pack, features, topk=TopK.joined([best[i] for i in members]))
+    getattr(corpus.topk[0], array)[9, 1] = value
+    corpus.write(tmp_path / "store")
     (problem,) = find_problems(open_cache(str(tmp_path / "store")), deep=True)
     assert words in problem
 
 
 def test_info_counts_them_apart_from_states(run, topk_store, capsys):
-    url, *_ = topk_store()
+    url, _ = topk_store()
     assert run("info", "--json", url) == 0
     summary = json.loads(capsys.readouterr().out)
     assert summary["states_bytes"] == summary["stored_bytes"]["features"]
@@ -125,10 +102,9 @@ def test_info_counts_them_apart_from_states(run, topk_store, capsys):
 def test_wrong_shape_is_not_stored(tmp_path: Path, corpus_maker):
     corpus = corpus_maker(teacher=f"topk:{K}")
     with corpus.open(tmp_path / "store") as store:
-        wide = TopK.zeros(store.pack_length(0), K + 1)
-        features = np.concatenate([corpus.features[i] for i in store.pack_samples(0)], axis=1)
+        corpus.topk = [TopK.zeros(len(tokens), K + 1) for tokens in corpus.tokens]
         with pytest.raises(AssertionError, match="topk_ids"):
-            store.commit_pack(0, features, topk=wide)
+            corpus.commit(store, [0])
 
 
 class Sizes(TorchDispatchMode):

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from dflash_offline.common.cache import open_cache
-from dflash_offline.common.cache_cli import main as cache_command
+from dflash_offline.common.cache_cli import CopyConfig
+from dflash_offline.common.cache_copy import copy
 from dflash_offline.train.anchors import BlockLayout
 from dflash_offline.train.coded_context import CodedContext
 from dflash_offline.train.order import Draw, StreamState
@@ -27,8 +28,7 @@ OPTIONS = StreamOptions(
 def stores(tmp_path: Path, corpus_maker):
     """The same states in a raw and an int4 store."""
     corpus_maker(teacher="final").write(tmp_path / "raw")
-    with pytest.raises(SystemExit):
-        cache_command(["copy", str(tmp_path / "raw"), str(tmp_path / "int4"), "--codec", "int4"])
+    copy(CopyConfig(source=f"{tmp_path}/raw", destination=f"{tmp_path}/int4", codec="int4"))
     return open_cache(str(tmp_path / "raw")), open_cache(str(tmp_path / "int4"))
 
 

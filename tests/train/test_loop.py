@@ -10,12 +10,10 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from dflash_offline.common.errors import BadInput, DamagedStore, Stopped
-from dflash_offline.common.topk import TopK, predicts
 from dflash_offline.train import loop
 from dflash_offline.train.checkpoint import checkpoints
 from dflash_offline.train.cli import main
@@ -339,21 +337,8 @@ def test_what_the_teacher_changes(config, corpus_maker, tmp_path):
     assert len(found) == 3
 
 
-def store_best_tokens(corpus, folder: Path) -> None:
-    rng = np.random.default_rng(0)
-    with corpus.open(folder) as store:
-        for pack in range(corpus.plan.num_packs):
-            members = store.pack_samples(pack)
-            kept = np.concatenate([predicts(corpus.masks[i]) for i in members])[:, None]
-            ids = np.argsort(rng.random((len(kept), 90)), axis=1)[:, :5].astype(np.int32)
-            logprobs = -np.sort(rng.exponential(2.0, ids.shape).astype(np.float32), axis=1) - 2.0
-            features = np.concatenate([corpus.features[i] for i in members], axis=1)
-            best = TopK(ids=ids * kept, logprobs=logprobs * kept)
-            store.commit_pack(pack, features, topk=best)
-
-
 def test_a_teacher_of_best_tokens(config, corpus_maker, tmp_path):
-    store_best_tokens(corpus_maker(teacher="topk:5"), tmp_path / "store")
+    corpus_maker(teacher="topk:5").write(tmp_path / "store")
     found = set()
     for loss, labels in (("decay", "data"), ("decay", "teacher"), ("dpace,kl=0.9,ce=0.1", "data")):
         out = tmp_path / f"{loss}-{labels}"
@@ -366,7 +351,7 @@ def test_a_teacher_of_best_tokens(config, corpus_maker, tmp_path):
 
 def test_products_with_a_teachers_states_are_useful_work(config, corpus_maker, tmp_path):
     corpus_maker(teacher="final").write(tmp_path / "final")
-    store_best_tokens(corpus_maker(teacher="topk:5"), tmp_path / "best")
+    corpus_maker(teacher="topk:5").write(tmp_path / "best")
 
     def counts(store: str, loss: str, labels: str = "data"):
         run = config(tmp_path / store, tmp_path / "run", loss=loss, labels=labels)
