@@ -119,6 +119,21 @@ def write_corpus(tmp_path: Path):
 
 
 @pytest.fixture
+def state_files() -> Callable[[Path], dict[str, bytes]]:
+    """What a store holds of its samples, plan and target."""
+
+    def read(store: Path) -> dict[str, bytes]:
+        return {
+            str(path.relative_to(store)): path.read_bytes()
+            for name in ("features", "final", "tokens", "loss_mask", "plan", "target")
+            for path in sorted((store / name).rglob("*"))
+            if path.is_file()
+        }
+
+    return read
+
+
+@pytest.fixture
 def run():
     """Call a command with arguments as a shell would and return its exit code."""
 
