@@ -20,6 +20,9 @@ _REMEDY = {
     "store": "use the same option, or another --out",
     "plan": "use the same option, add --append for more data, or use another --out",
 }
+_MIX_REMEDY = (
+    "mix stores of one target, layers and chat options; dflash-cache copy --layers drops layers"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +61,8 @@ def compare(stored: Identity, given: Identity, *, kinds: Iterable[str], where: s
             for name in differing(a, b)
         ]
         if different:
-            raise BadInput(f"{'; '.join(different)}: {_REMEDY[kind]}")
+            remedy = _MIX_REMEDY if kinds == MIX else _REMEDY[kind]
+            raise BadInput(f"{'; '.join(different)}: {remedy}")
 
 
 def known_part(fields: Mapping[str, Scalar], known: Mapping[str, Scalar]) -> dict[str, Scalar]:

@@ -155,7 +155,10 @@ def _files(path: Path) -> list[Path]:
         files = _folder_files(path) if is_folder else []
     if is_folder:
         if not files:
-            raise BadInput(f"--data {path} is a folder without {', '.join(_ENDINGS)} files")
+            raise BadInput(
+                f"--data {path} is a folder without {', '.join(_ENDINGS)} files directly in it; "
+                "give the folder or the files that hold rows"
+            )
         return files
     if not is_file:
         raise BadInput(
@@ -309,5 +312,6 @@ def _hub_data(spec: str) -> Any:
         told = str(problem.__cause__ or problem).strip() or "it has no rows"
         reason = told.split("\n")[0]
         raise BadInput(
-            f"--data {spec} cannot be loaded ({reason}); the form is hf:ID[:SUBSET[:SPLIT]]"
+            f"--data {spec} cannot be loaded ({reason}); the form is hf:ID[:SUBSET[:SPLIT]], where "
+            "ID may be the folder of a copy"
         ) from problem

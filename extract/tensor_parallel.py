@@ -49,7 +49,7 @@ def check_tensor_parallel(size: int, target: str, config: PreTrainedConfig) -> N
     if importlib.util.find_spec("accelerate") is None:
         raise BadInput(
             f"--tp {size} needs accelerate, which transformers places shards with; "
-            "pip install 'dflash-offline[tp]'"
+            "pip install -e '.[tp]' in the clone"
         )
 
 

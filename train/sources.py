@@ -41,7 +41,7 @@ def open_caches(config: TrainConfig) -> list[Cache]:
     ]
     for url, cache in zip(config.cache[1:], caches[1:], strict=True):
         where = f"--cache {url}, to be mixed with {config.cache[0]},"
-        compare(caches[0].identity, cache.identity, kinds=MIX, where=where)
+        compare(cache.identity, caches[0].identity, kinds=MIX, where=where)
     _check_teacher(config, caches)
     return caches
 

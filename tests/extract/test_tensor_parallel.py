@@ -45,7 +45,7 @@ def test_refused_targets(size: int, target: str, message: str) -> None:
 
 def test_refused_without_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(BadInput, match=re.escape("pip install 'dflash-offline[tp]'")):
+    with pytest.raises(BadInput, match=re.escape("pip install -e '.[tp]'")):
         check_tensor_parallel(2, "folder", CONFIG)
 
 

@@ -160,7 +160,8 @@ def test_stores_of_different_targets_are_not_mixed(config, corpus_maker, small_s
     corpus = corpus_maker(seed=1)
     corpus.identity.target["weights"] = "1" * 8
     corpus.write(tmp_path / "other")
-    with pytest.raises(BadInput, match="weights"):
+    words = rf"weights is '.*' but --cache {tmp_path}/other, to be mixed with .*, has '11111111'"
+    with pytest.raises(BadInput, match=words):
         train(config("", tmp_path / "run", cache=(small_store[0], str(tmp_path / "other"))))
 
 
