@@ -50,6 +50,7 @@ def test_any_cut_gives_the_same_sequence():
         parts += draws
     assert parts == whole
     assert state == end == StreamState(epoch=3, position=7)
+    assert order.num_before(end) == 37
 
 
 def test_weights_are_rounds_an_epoch():

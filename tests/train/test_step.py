@@ -80,6 +80,7 @@ def test_gradient_does_not_depend_on_the_split(toy_maker, loss, labels, dtype, t
     }
     assert len(splits["passes of 48 rows"]) == 4
     assert len(splits["one anchor a pass"]) == int(totals[2])
+    assert len(list(cut_into_passes(documents[1::2], toy.layout, 28))) == 1, "a pass of 7 anchors"
     for name, groups in splits.items():
         split, split_totals = gradients(toy, groups, objective)
         torch.testing.assert_close(split_totals, totals, rtol=tolerance, atol=0, msg=name)
