@@ -2,10 +2,13 @@
 
 import errno
 import io
+import itertools
 import json
 import os
+import shutil
 import signal
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +33,8 @@ def flip(path: Path, place: int = 100) -> None:
     path.write_bytes(content)
 
 
-def all_states(url: str) -> dict[str, np.ndarray]:
-    cache = open_cache(url)
+def all_states(url: str, *, partial: bool = False) -> dict[str, np.ndarray]:
+    cache = open_cache(url, partial=partial)
     return {document.id: document.features for document in cache.read_many(cache.samples)}
 
 
@@ -356,6 +359,48 @@ def test_rm_that_is_stopped_loses_no_pack(run, small_store, monkeypatch):
         f"test:{i}" for i in (0, 2, 3, 4, 5)
     ]
     np.testing.assert_array_equal(cache["test:0"].features, corpus.features[0])
+
+
+def while_any(left: Iterator[int], change: Callable) -> Callable:
+    """Return what makes a change as long as some are left; from then on all of them fail."""
+
+    def call(*args, **options):
+        assert next(left) > 0, "killed"
+        return change(*args, **options)
+
+    return call
+
+
+def test_rm_that_is_killed_is_made_good_by_a_rerun(run, small_store, tmp_path, monkeypatch):
+    """Before any of its changes: no wrong byte is read, and the plan's tokens come back."""
+    url, corpus = small_store
+    code, num_lost = None, 0
+    for changes in itertools.count():
+        root = Path(shutil.copytree(url, tmp_path / f"after-{changes}"))
+        with monkeypatch.context() as killed:
+            left = itertools.count(changes, -1)
+            for name in ("create", "delete", "replace"):
+                killed.setattr(LocalBlobs, name, while_any(left, getattr(LocalBlobs, name)))
+            code = run("rm", root, "--yes", "--where", "id == 'test:1'")
+        for name, states in all_states(str(root), partial=True).items():
+            np.testing.assert_array_equal(states, corpus.features[int(name[-1])])
+        with corpus.open(root) as store:
+            for pack in set(range(4)) - store.committed:
+                num_lost += 1
+                members = store.pack_samples(pack)
+                for read, planned in (
+                    (store.read_tokens, corpus.tokens),
+                    (store.read_loss_mask, corpus.masks),
+                ):
+                    expected = np.concatenate([planned[index] for index in members])
+                    np.testing.assert_array_equal(read(pack), expected)
+                corpus.commit(store, [pack])
+        assert run("verify", "--deep", root) == 0
+        assert open_cache(str(root)).is_complete
+        if code == 0:
+            break
+        shutil.rmtree(root)
+    assert num_lost
 
 
 def test_store_without_samples(run, small_store, tmp_path, capsys):
