@@ -55,7 +55,7 @@ def generate(config: GenerateConfig) -> None:
     console.print(
         f"{len(jobs)} answers in {config.out}, {len(jobs) - len(todo)} of them from before"
     )
-    for line in prompts.unusable_lines():
+    for line in prompts.lines():
         console.print(line)
 
 

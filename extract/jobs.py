@@ -99,17 +99,26 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
-    """What was read: conversations to be written, and addresses of unusable rows by reason."""
+    """What was read: conversations to be written, and addresses of unusable rows by reason.
+
+    `num_told_of_tools` of the prompts are answered without the tools that they describe.
+    """
 
     jobs: list[Job]
     unusable: dict[str, list[str]]
+    num_told_of_tools: int
 
-    def unusable_lines(self) -> list[str]:
-        """Return a line for each reason."""
-        return [
+    def lines(self) -> list[str]:
+        """Return what was left out, a line for each reason."""
+        lines = [
             f"rows left out: {len(rows)} ({reason}; first: --data {rows[0]})"
             for reason, rows in self.unusable.items()
         ]
+        if self.num_told_of_tools:
+            lines.append(
+                f"tools left out of {self.num_told_of_tools} rows, which are answered without"
+            )
+        return lines
 
 
 def read_jobs(specs: Sequence[str], num_prompts: int | None, num_answers: int) -> Prompts:
@@ -127,6 +136,7 @@ def read_jobs(specs: Sequence[str], num_prompts: int | None, num_answers: int) -
     seen: Counter[str] = Counter()
     unusable: dict[str, list[str]] = {}
     jobs: list[Job] = []
+    num_told_of_tools = 0
     for row in rows:
         if num_prompts is not None and len(jobs) == num_prompts * num_answers:
             break
@@ -134,6 +144,7 @@ def read_jobs(specs: Sequence[str], num_prompts: int | None, num_answers: int) -
         if reason := _why_unusable(row, content):
             unusable.setdefault(reason, []).append(row.address)
             continue
+        num_told_of_tools += bool(content.tools)
         questions = tuple(m for m in content.messages if m["role"] == "user")
         opening = tuple(m for m in content.messages if m["role"] in ("system", "developer"))
         key = digest(json.dumps([*opening, *questions], default=str).encode())
@@ -150,9 +161,9 @@ def read_jobs(specs: Sequence[str], num_prompts: int | None, num_answers: int) -
             )
             for number in range(num_answers)
         ]
-    prompts = Prompts(jobs=jobs, unusable=unusable)
+    prompts = Prompts(jobs=jobs, unusable=unusable, num_told_of_tools=num_told_of_tools)
     if not jobs:
-        why = "; ".join(prompts.unusable_lines()) or "--data holds no rows"
+        why = "; ".join(prompts.lines()) or "--data holds no rows"
         raise BadInput(f"{why}; give a file with at least one prompt")
     return prompts
 

@@ -213,7 +213,9 @@ def _readable(file: Path) -> Iterator[None]:
     except (pa.ArrowException, OSError, EOFError, UnicodeDecodeError, zlib.error) as problem:
         if isinstance(problem, BadInput):
             raise
-        raise BadInput(f"--data {file} cannot be read ({problem}); is the file whole?") from problem
+        raise BadInput(
+            f"--data {file} cannot be read ({problem}); give a whole file that you may read"
+        ) from problem
 
 
 def _json_lines(file: Path) -> Iterator[Any]:

@@ -312,13 +312,16 @@ def test_rows_without_a_question_are_left_out(make_target, run, tmp_path, capsys
     asked, said = {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}
     found = [asked, said, {"from": "tool", "value": "3"}]
     rows = [[], [said], [asked, said], found, [asked], [asked]]
-    data.write_text("".join(json.dumps({"conversations": row}) + "\n" for row in rows))
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    lines = [json.dumps({"conversations": row, "tools": tools}) + "\n" for row in rows]
+    data.write_text("".join(lines))
     args = ("--target", make_target("qwen3"), "--data", data, "--out", out, "--num-samples", 2)
     assert run(generate_command, *args, "--max-new-tokens", 3) == 0
     assert [row["id"] for row in rows_in(out)] == ["data:2", "data:4"]
     printed = " ".join(capsys.readouterr().err.split())
     assert "rows left out: 2 (no turn of the user to answer; first: --data" in printed
     assert "rows left out: 1 (results of tools, which cannot be written anew; first:" in printed
+    assert "tools left out of 2 rows, which are answered without" in printed
 
 
 def test_long_prompt_is_refused_before_others_are_answered(
