@@ -234,8 +234,6 @@ def _check_content(cache: Cache, name: str, content: bytes, crcs: list[int | Non
 def _check_gaps(content: bytes, index: list[tuple[int, int] | None], end: int) -> None:
     position = 0
     for offset, length in sorted(entry for entry in index if entry is not None):
-        if offset < position:
-            raise BadShard("inner chunks overlap")
         if content[position:offset].strip(b"\0"):
             raise BadShard(f"bytes {position} to {offset} lie in no chunk and are not zero")
         position = offset + length

@@ -13,7 +13,7 @@ from dflash_offline.common.cache import open_cache
 from dflash_offline.common.cache_cli import CopyConfig, RepairConfig, VerifyConfig
 from dflash_offline.common.cache_copy import copy
 from dflash_offline.common.cache_edit import repair
-from dflash_offline.common.cache_verify import verify
+from dflash_offline.common.cache_verify import find_problems, verify
 from dflash_offline.common.codecs import codec_named
 from dflash_offline.common.errors import DamagedStore, Stopped
 from dflash_offline.common.pack_index import read_pack_index, scan_records, write_pack_index
@@ -206,3 +206,21 @@ def test_repair_keeps_metadata_that_another_version_wrote(tmp_path, corpus_maker
         corpus_maker().write(url)
     repair(RepairConfig(url=url))
     verify(VerifyConfig(url=url, deep=True))
+
+
+@pytest.mark.parametrize(
+    ("array", "last", "first_wrong", "words"),
+    [
+        ("tokens", 96, 97, "token ids outside 0 to 96"),
+        ("tokens", 0, -1, "token ids outside 0 to 96"),
+        ("masks", 63, 64, "mask bits that mean nothing"),
+    ],
+)
+def test_verify_knows_where_meaning_ends(tmp_path, corpus_maker, array, last, first_wrong, words):
+    for value, problems in ((last, 0), (first_wrong, 1)):
+        corpus = corpus_maker()
+        getattr(corpus, array)[2][5] = value
+        corpus.write(tmp_path / str(value))
+        found = find_problems(open_cache(str(tmp_path / str(value))), deep=True)
+        assert len(found) == problems
+        assert all(words in line for line in found)

@@ -1,6 +1,7 @@
 """The int codecs' arithmetic: against numpy of its own, at its edges, and the page's decoder."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -181,6 +182,15 @@ def test_ties_go_to_even():
     codes = encode_row([7.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, -7.0], "int4").codes[0, 0, :4]
     levels = [half - 8 for c in codes.tolist() for half in (c & 15, c >> 4)]
     assert levels == [7, 0, 2, 2, 0, -2, -2, -7]
+
+
+@pytest.mark.parametrize(("value", "exact"), [(8192.0, []), (8256.0, [[0, 0]])])
+def test_row_at_the_bound_is_coded_and_the_next_is_not(value, exact):
+    x = torch.full((1, 1, 64), value).to(torch.bfloat16)
+    calibration = replace(unit_calibration("int8", 64), exact_bound=8192.0)
+    encoded = encode_states(x, None, torch.zeros(1, dtype=torch.bool), calibration)
+    assert encoded.exact_rows.tolist() == exact
+    assert bool(encoded.codes.any()) == (not exact)
 
 
 @pytest.mark.parametrize("codec", INT_CODECS)
