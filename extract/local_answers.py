@@ -10,12 +10,12 @@ from dflash_offline.common.chat import (
     render_prompt,
     stop_token_ids,
 )
+from dflash_offline.common.device_choice import default_device, resolve_dtype
 from dflash_offline.common.errors import BadInput
 from dflash_offline.common.target import Target, load_config, load_target, load_tokenizer
 from dflash_offline.extract.batch_decode import Sampling, decode_batch
 from dflash_offline.extract.generate_config import GenerateConfig
 from dflash_offline.extract.jobs import Answer, Job
-from dflash_offline.extract.settings import default_device, resolve_dtype
 
 # Called with what a batch under way amounts to: finished answers, and tokens.
 Watch = Callable[[float, int], None]

@@ -16,6 +16,7 @@ from dflash_offline.common.blobs import Blobs, LocalBlobs, blobs_at
 from dflash_offline.common.chat import ChatOptions
 from dflash_offline.common.checkpoint_files import early_digest, find_checkpoint
 from dflash_offline.common.codecs import check_codec
+from dflash_offline.common.device_choice import resolve_dtype
 from dflash_offline.common.errors import BadInput
 from dflash_offline.common.identity import Identity, Scalar
 from dflash_offline.common.launch import count_workers
@@ -44,12 +45,7 @@ from dflash_offline.extract.row_workers import num_cores
 from dflash_offline.extract.rows import data_state
 from dflash_offline.extract.same_rows import row_facts, rows_digest, stored_plan, with_digest
 from dflash_offline.extract.self_check import checked_samples
-from dflash_offline.extract.settings import (
-    check_teacher,
-    parse_holdout,
-    resolve_dtype,
-    resolve_max_length,
-)
+from dflash_offline.extract.settings import check_teacher, parse_holdout, resolve_max_length
 from dflash_offline.extract.target_files import text_identity, unloaded_identity
 from dflash_offline.extract.tensor_parallel import check_tensor_parallel
 from dflash_offline.extract.token_rows import RowArrays

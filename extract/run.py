@@ -12,6 +12,7 @@ import torch
 
 from dflash_offline.common.blobs import blobs_at
 from dflash_offline.common.cache import open_cache
+from dflash_offline.common.device_choice import resolve_dtype
 from dflash_offline.common.device_memory import told_of_memory
 from dflash_offline.common.errors import BadInput, FoundProblems, Stopped
 from dflash_offline.common.identity import Identity
@@ -38,7 +39,6 @@ from dflash_offline.extract.plan import frequent_shapes
 from dflash_offline.extract.planning import Planned, plan_extraction, plan_sentence, store_fields
 from dflash_offline.extract.run_log import log_checks, run_log
 from dflash_offline.extract.self_check import report, self_check, stored_check
-from dflash_offline.extract.settings import resolve_dtype
 from dflash_offline.extract.stop_request import StopRequest
 from dflash_offline.extract.tally import Tally
 from dflash_offline.extract.target_files import run_info, target_files, target_identity

@@ -2,7 +2,6 @@
 
 import re
 
-import torch
 from transformers import PreTrainedConfig
 
 from dflash_offline.common.errors import BadInput
@@ -60,15 +59,3 @@ def resolve_max_length(given: int | None, *, pack_tokens: int, config: PreTraine
             f"up to {context}"
         )
     return given
-
-
-def default_device() -> torch.device:
-    """Return the GPU if there is one."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the precision that `--dtype` means on a device."""
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]

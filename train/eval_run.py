@@ -11,6 +11,7 @@ import torch
 from rich.table import Table
 
 from dflash_offline.common.cache import open_cache
+from dflash_offline.common.device_choice import default_device, resolve_dtype
 from dflash_offline.common.device_memory import told_of_memory
 from dflash_offline.common.errors import BadInput, FoundProblems
 from dflash_offline.common.options import print_config
@@ -40,7 +41,6 @@ _DECODE_ONLY = (
 _CACHE_ONLY = ("storage_option", "partial", "supervise", "max_anchors", "rows_per_pass")
 # Quotients stay far from where fp32 ends.
 _LEAST_TEMPERATURE = 1e-3
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def run(config: EvalConfig) -> None:
@@ -59,11 +59,13 @@ def run(config: EvalConfig) -> None:
         _print(comparison_table(logs), f"page: {write_comparison(logs, Path(where))}")
         return
     smaller = "lower --rows-per-pass, or " if mode == "cache" else ""
-    with told_of_memory(str(_device(config)), f"{smaller}go on where more is free"):
+    device = _device(config)
+    dtype = resolve_dtype(config.dtype, device)
+    with told_of_memory(str(device), f"{smaller}go on where more is free"):
         if mode == "cache":
-            result, problem = _from_cache(config), None
+            result, problem = _from_cache(config, device, dtype), None
         else:
-            served = evaluate_serving(config, device=_device(config), dtype=_dtype(config))
+            served = evaluate_serving(config, device=device, dtype=dtype)
             _show_serving(served)
             result, problem = served.as_dict(), served.problem()
     if config.out is not None:
@@ -134,7 +136,7 @@ def _page_path(config: EvalConfig) -> Path:
 
 def _device(config: EvalConfig) -> torch.device:
     if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return default_device()
     try:
         device = torch.device(config.device)
     except RuntimeError:
@@ -152,14 +154,7 @@ def _device(config: EvalConfig) -> torch.device:
     return device
 
 
-def _dtype(config: EvalConfig) -> torch.dtype:
-    if config.dtype == "auto":
-        return torch.bfloat16 if _device(config).type == "cuda" else torch.float32
-    return _DTYPES[config.dtype]
-
-
-def _from_cache(config: EvalConfig) -> dict[str, Any]:
-    device, dtype = _device(config), _dtype(config)
+def _from_cache(config: EvalConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     cache = open_cache(config.cache, partial=config.partial, storage_options=config.storage_option)
     drafter = load_drafter(config.draft, dtype, device)
     check_same_target(drafter_identity(config.draft), cache.identity.target, where=config.cache)

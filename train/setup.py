@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from dflash_offline.common.cache import Cache
+from dflash_offline.common.device_choice import resolve_dtype
 from dflash_offline.common.errors import BadInput
 from dflash_offline.common.options import config_as_dict
 from dflash_offline.kernels.block_attention import table_sizes
@@ -154,7 +155,7 @@ def prepare(config: TrainConfig, world: World) -> Setup:
     """
     _check_options(config)
     device = _device(config, world)
-    dtype = _dtype(config.dtype, device)
+    dtype = resolve_dtype(config.dtype, device)
     checkpoint, state = _start(config)
     caches = open_caches(config)
     wanted = training_samples(config, caches)
@@ -236,12 +237,6 @@ def _device(config: TrainConfig, world: World) -> torch.device:
         return torch.device("cpu")
     torch.cuda.set_device(world.local_rank)
     return torch.device("cuda", world.local_rank)
-
-
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
 
 
 def _start(config: TrainConfig) -> tuple[Path | None, RunState]:

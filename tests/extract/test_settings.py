@@ -4,10 +4,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, Qwen3_5TextConfig
 
+from dflash_offline.common.device_choice import resolve_dtype
 from dflash_offline.common.errors import BadInput
 from dflash_offline.extract import fast_path
 from dflash_offline.extract.fast_path import check_fast_path
-from dflash_offline.extract.settings import parse_holdout, resolve_dtype, resolve_max_length
+from dflash_offline.extract.settings import parse_holdout, resolve_max_length
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
