@@ -64,14 +64,6 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return make
 
 
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
-
-
 def pids(folder: Path, *, deadline_s: float = 60.0) -> list[int]:
     """Wait for both workers, and return their process numbers."""
     files = [folder / "0.pid", folder / "1.pid"]
@@ -99,7 +91,9 @@ def test_workers_have_places_and_meet_at_one_port(job, tmp_path):
         ("late", 2, "error: --lr: no good"),
     ],
 )
-def test_the_worker_that_ended_badly_is_named(job, tmp_path, capfd, monkeypatch, what, code, words):
+def test_the_worker_that_ended_badly_is_named(
+    job, is_running, tmp_path, capfd, monkeypatch, what, code, words
+):
     monkeypatch.setattr("dflash_offline.common.launch.device_name", lambda rank: "cpu")
     monkeypatch.setattr("platform.node", lambda: "vm")
     assert launch(job(what), 2) == code
@@ -116,7 +110,7 @@ def start(tmp_path: Path) -> subprocess.Popen:
 
 
 @pytest.mark.slow
-def test_workers_die_with_a_killed_launcher(job, tmp_path):
+def test_workers_die_with_a_killed_launcher(job, is_running, tmp_path):
     job("sleep")
     launcher = start(tmp_path)
     workers = pids(tmp_path)
@@ -129,7 +123,7 @@ def test_workers_die_with_a_killed_launcher(job, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_signal_is_handed_on(job, tmp_path):
+def test_a_signal_is_handed_on(job, is_running, tmp_path):
     job("sleep")
     launcher = start(tmp_path)
     workers = pids(tmp_path)

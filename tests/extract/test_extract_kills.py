@@ -12,8 +12,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -35,8 +35,9 @@ VICTIMS = ("launcher", "worker 0", "worker 1", "all")
 class Commands:
     """Runs of the command, one after another."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, is_running: Callable[[int], bool]) -> None:
         self.log = log
+        self.is_running = is_running
         self.pid = 0
         self.process = subprocess.Popen(
             [sys.executable, str(PROGRAM)],
@@ -72,30 +73,18 @@ class Commands:
         code = self.answer()
         assert code == (3 if victim.startswith("worker") else -signal.SIGKILL), self.log.read_text()
         give_up = time.monotonic() + 10
-        while any(is_running(pid) for pid in workers):
+        while any(map(self.is_running, workers)):
             assert time.monotonic() < give_up, f"a worker outlives the {victim}"
             time.sleep(0.01)
 
 
-@contextmanager
-def running_commands(tmp_path: Path) -> Iterator[Commands]:
-    started = Commands(tmp_path / "log")
+@pytest.fixture
+def commands(tmp_path: Path, is_running, monkeypatch) -> Iterator[Commands]:
+    """What is kept of rows lies in `cache`."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    started = Commands(tmp_path / "log", is_running)
     yield started
     started.process.communicate()
-
-
-@pytest.fixture
-def commands(tmp_path: Path) -> Iterator[Commands]:
-    with running_commands(tmp_path) as started:
-        yield started
-
-
-def is_running(pid: int) -> bool:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return text.rpartition(")")[2].split()[0] != "Z"
 
 
 def num_commits(store: Path) -> int:
@@ -136,7 +125,7 @@ def test_killed_extractions_go_on(make_target, write_corpus, request, run, tmp_p
         while done.total() < kills and len(committed) < ends_at:
             commands.start(*args, "--out", store, "--gpus", 2)
             target = len(committed) + rng.randrange(1, 12)
-            while num_commits(store) < target and is_running(commands.pid):
+            while num_commits(store) < target and commands.is_running(commands.pid):
                 time.sleep(0.002)
             time.sleep(rng.uniform(0, 0.02))
             assert num_commits(store) < num_packs, "killed before the last commit"
@@ -173,42 +162,38 @@ def planned(store: Path) -> dict[str, bytes]:
     return {name: p.read_bytes() for name, p in files.items() if not name.startswith(own)}
 
 
-def test_killed_plans_are_those_of_one_run(
-    make_target, write_corpus, request, tmp_path, monkeypatch
-):
+def test_killed_plans_are_those_of_one_run(make_target, write_corpus, request, tmp_path, commands):
     """Killed while rows are tokenised, or when the plan is being written."""
     kills = request.config.getoption("--kills") or 3
     cache = tmp_path / "cache"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     args = ("--target", make_target("qwen3"), "--data", write_corpus(600), *SMALL, "--plan-only")
-    with running_commands(tmp_path) as commands:
-        commands.start(*args, "--out", tmp_path / "whole", "--gpus", 1)
-        assert commands.answer() == 0, commands.log.read_text()
-        wanted = planned(tmp_path / "whole")
-        rng, done, rounds, went_on = random.Random(kills), 0, 0, 0
-        while done < kills:
-            store, rounds, code = tmp_path / f"round-{rounds}", rounds + 1, -signal.SIGKILL
-            while code:
-                before = segments(cache)
-                commands.start(*args, "--out", store, "--gpus", 1)
-                is_writing = rng.random() < 0.3
-                target = len(before) + rng.randrange(1, 6)
-                while is_running(commands.pid):
-                    ready = store.exists() if is_writing else len(segments(cache)) >= target
-                    if ready and done < kills:
-                        time.sleep(rng.uniform(0, 0.03))
-                        with suppress(ProcessLookupError):
-                            os.kill(commands.pid, signal.SIGKILL)
-                        break
-                    time.sleep(0.002)
-                code = commands.answer()
-                assert code in (0, -signal.SIGKILL), commands.log.read_text()
-                went_on += "tokenised by an earlier run" in commands.log.read_text()
-                if code:
-                    done += 1
-                    after = segments(cache)
-                    assert before.items() <= after.items() or (store / "manifest.json").exists()
-            assert planned(store) == wanted
-            assert not segments(cache)
+    commands.start(*args, "--out", tmp_path / "whole", "--gpus", 1)
+    assert commands.answer() == 0, commands.log.read_text()
+    wanted = planned(tmp_path / "whole")
+    rng, done, rounds, went_on = random.Random(kills), 0, 0, 0
+    while done < kills:
+        store, rounds, code = tmp_path / f"round-{rounds}", rounds + 1, -signal.SIGKILL
+        while code:
+            before = segments(cache)
+            commands.start(*args, "--out", store, "--gpus", 1)
+            is_writing = rng.random() < 0.3
+            target = len(before) + rng.randrange(1, 6)
+            while commands.is_running(commands.pid):
+                ready = store.exists() if is_writing else len(segments(cache)) >= target
+                if ready and done < kills:
+                    time.sleep(rng.uniform(0, 0.03))
+                    with suppress(ProcessLookupError):
+                        os.kill(commands.pid, signal.SIGKILL)
+                    break
+                time.sleep(0.002)
+            code = commands.answer()
+            assert code in (0, -signal.SIGKILL), commands.log.read_text()
+            went_on += "tokenised by an earlier run" in commands.log.read_text()
+            if code:
+                done += 1
+                after = segments(cache)
+                assert before.items() <= after.items() or (store / "manifest.json").exists()
+        assert planned(store) == wanted
+        assert not segments(cache)
     assert went_on
     click.echo(f"{done} kills in {rounds} stores, of which {went_on} runs went on")

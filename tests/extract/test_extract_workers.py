@@ -55,24 +55,6 @@ class Command:
             time.sleep(0.01)
 
 
-def state_files(store: Path) -> dict[str, bytes]:
-    names = ("features", "final", "tokens", "loss_mask", "plan", "target")
-    return {
-        str(path.relative_to(store)): path.read_bytes()
-        for name in names
-        for path in sorted((store / name).rglob("*"))
-        if path.is_file()
-    }
-
-
-def is_running(pid: int) -> bool:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return text.rpartition(")")[2].split()[0] != "Z"
-
-
 @pytest.fixture
 def arguments(make_target, write_corpus):
     """Options of a run of several units; `arguments(count, out)`."""
@@ -84,7 +66,7 @@ def arguments(make_target, write_corpus):
     return make
 
 
-def test_content_is_the_same_at_any_number_of_workers(arguments, run, tmp_path):
+def test_content_is_the_same_at_any_number_of_workers(arguments, run, state_files, tmp_path):
     expected = None
     for count in (1, 2, 3):
         out = tmp_path / f"workers-{count}"
@@ -98,7 +80,7 @@ def test_content_is_the_same_at_any_number_of_workers(arguments, run, tmp_path):
         assert len(list((out / "logs").glob("extract*.jsonl"))) == count
 
 
-def test_torchrun_starts_workers_too_on_several_nodes(arguments, run, tmp_path):
+def test_torchrun_starts_workers_too_on_several_nodes(arguments, run, state_files, tmp_path):
     """Two groups that meet at an address, as the torchruns of two nodes do."""
     args = arguments(60, tmp_path / "here")
     assert run(extract_command, *args) == 0
@@ -117,7 +99,9 @@ def test_torchrun_starts_workers_too_on_several_nodes(arguments, run, tmp_path):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_killed_worker_stops_the_run_which_goes_on_later(rank, arguments, run, tmp_path):
+def test_killed_worker_stops_the_run_which_goes_on_later(
+    rank, arguments, run, is_running, state_files, tmp_path
+):
     """And the rerun, with another number of workers, finishes to the same bytes."""
     store = tmp_path / "store"
     command = Command(*arguments(500, store), "--gpus", 2)
@@ -152,7 +136,7 @@ def test_killed_worker_of_a_shared_target_is_named(arguments, tmp_path):
     assert ["worker 1 (rank 1 of 2 on " in error for error in errors] == [True]
 
 
-def test_workers_die_with_a_killed_launcher(arguments, tmp_path):
+def test_workers_die_with_a_killed_launcher(arguments, is_running, tmp_path):
     store = tmp_path / "store"
     command = Command(*arguments(500, store), "--gpus", 2)
     command.await_commits(store, 1)
@@ -180,7 +164,7 @@ def test_signal_commits_what_is_complete(arguments, tmp_path):
     assert 3 <= len(partial.packs) < partial.plan.num_packs
 
 
-def test_second_signal_ends_at_once(arguments, tmp_path):
+def test_second_signal_ends_at_once(arguments, is_running, tmp_path):
     store = tmp_path / "store"
     command = Command(*arguments(500, store), "--gpus", 2)
     command.await_commits(store, 1)

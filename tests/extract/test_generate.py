@@ -355,23 +355,14 @@ def test_conversation_ends_where_the_context_is_full(make_target, run, tmp_path,
     assert found == [(2, "context"), (4, "stop")]
 
 
-def test_foreign_file_is_left_alone(make_target, prompts, run, tmp_path, capsys):
+@pytest.mark.parametrize("content", ['{"a": 1}\n', '[{"prompt": "Hi"}]'], ids=["line", "no end"])
+def test_foreign_file_is_left_alone(make_target, prompts, run, tmp_path, capsys, content):
     out = tmp_path / "notes.jsonl"
-    out.write_text('{"a": 1}\n')
-    assert (
-        run(generate_command, "--target", make_target("qwen3"), "--data", prompts, "--out", out)
-        == 2
-    )
-    assert "line 1 is not an answer of this command" in capsys.readouterr().err
-    assert out.read_text() == '{"a": 1}\n'
-
-
-def test_foreign_line_without_an_end_is_left_alone(make_target, prompts, run, tmp_path):
-    out = tmp_path / "prompts.json"
-    out.write_text('[{"prompt": "Hi"}]')
+    out.write_text(content)
     args = ("--target", make_target("qwen3"), "--data", prompts, "--out", out)
     assert run(generate_command, *args) == 2
-    assert out.read_text() == '[{"prompt": "Hi"}]'
+    assert "line 1 is not an answer of this command" in capsys.readouterr().err
+    assert out.read_text() == content
 
 
 class FakeServer(ThreadingHTTPServer):

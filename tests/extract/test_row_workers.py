@@ -26,14 +26,6 @@ from dflash_offline.extract.rows import Row
 DEADLINE_S = 20.0
 
 
-def is_alive(pid: int) -> bool:
-    """A zombie that nobody has waited for counts as gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def test_order_errors_and_bounds():
     """One start of processes for all: they take seconds."""
     read: list[int] = []
@@ -135,7 +127,7 @@ if __name__ == "__main__":
 """
 
 
-def test_processes_end_with_a_launcher_that_is_killed(tmp_path: Path):
+def test_processes_end_with_a_launcher_that_is_killed(is_running, tmp_path: Path):
     script = tmp_path / "launcher.py"
     script.write_text(
         LAUNCHER.format(function="pid_of").replace(
@@ -148,7 +140,7 @@ def test_processes_end_with_a_launcher_that_is_killed(tmp_path: Path):
         assert len(workers) == 2
         launcher.send_signal(signal.SIGKILL)
     until = time.monotonic() + DEADLINE_S
-    while any(map(is_alive, workers)):
+    while any(map(is_running, workers)):
         assert time.monotonic() < until, "a process outlives its launcher"
         time.sleep(0.05)
 
