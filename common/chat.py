@@ -67,6 +67,12 @@ class ChatOptions:
             system_prompt=system_prompt,
         )
 
+    def with_system(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages that begin with the system prompt, where they have none of their own."""
+        if self.system_prompt is None or (messages and messages[0]["role"] == "system"):
+            return list(messages)
+        return [{"role": "system", "content": self.system_prompt}, *messages]
+
 
 def _template_argument(text: str) -> tuple[str, Any]:
     name, separator, value = text.partition("=")
@@ -257,7 +263,7 @@ class _Renderer:
         self._template = chat_template(tokenizer, options)
 
     def text(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
-        messages = self._with_system(messages)
+        messages = self._options.with_system(messages)
         if not messages:
             raise BadInput("the conversation has no messages; give at least one")
         try:
@@ -278,7 +284,7 @@ class _Renderer:
         if not _GENERATION_TAG.search(self._template):
             return None
         encoding = self._tokenizer.apply_chat_template(
-            self._with_system(messages),
+            self._options.with_system(messages),
             tools=self._tools,
             chat_template=self._template,
             return_dict=True,
@@ -291,12 +297,6 @@ class _Renderer:
         steps = np.diff(np.asarray([0, *encoding["assistant_masks"], 0]))
         runs = zip(np.flatnonzero(steps == 1), np.flatnonzero(steps == -1), strict=True)
         return [(offsets[first][0], offsets[stop - 1][1]) for first, stop in runs]
-
-    def _with_system(self, messages: Sequence[Message]) -> list[Message]:
-        prompt = self._options.system_prompt
-        if prompt is None or (messages and messages[0]["role"] == "system"):
-            return list(messages)
-        return [{"role": "system", "content": prompt}, *messages]
 
 
 @functools.lru_cache(maxsize=8)

@@ -1,4 +1,4 @@
-"""The device where none is named, and the precision that `--dtype` means on a device."""
+"""The device where none is named; precisions by name, and the one that `--dtype` means."""
 
 import torch
 
@@ -15,3 +15,8 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return _DTYPES[name]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a precision's name, such as `bfloat16`."""
+    return str(dtype).removeprefix("torch.")

@@ -10,7 +10,7 @@ from dflash_offline.common.chat import (
     render_prompt,
     stop_token_ids,
 )
-from dflash_offline.common.device_choice import default_device, resolve_dtype
+from dflash_offline.common.device_choice import default_device, dtype_name, resolve_dtype
 from dflash_offline.common.errors import BadInput
 from dflash_offline.common.target import Target, load_config, load_target, load_tokenizer
 from dflash_offline.extract.batch_decode import Sampling, decode_batch
@@ -41,7 +41,7 @@ class LocalAnswers:
         self.identity = {
             **chat_identity(self._tokenizer, options),
             "target_revision": config.target_revision,
-            "dtype": str(resolve_dtype(config.dtype, default_device())).removeprefix("torch."),
+            "dtype": dtype_name(resolve_dtype(config.dtype, default_device())),
         }
 
     def answer(self, jobs: Sequence[Job], watch: Watch) -> Iterator[Job]:

@@ -91,10 +91,7 @@ class ServerAnswers:
 
     def _finish(self, job: Job) -> Job:
         while job.finish_reason is None:
-            messages = job.ask()
-            prompt = self._options.system_prompt
-            if prompt is not None and messages[0]["role"] != "system":
-                messages = [{"role": "system", "content": prompt}, *messages]
+            messages = self._options.with_system(job.ask())
             try:
                 choice = self._endpoint.complete(messages, job.seed(self._config.seed))
             except BadInput as problem:

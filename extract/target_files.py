@@ -10,6 +10,7 @@ from transformers import __version__ as transformers_version
 
 from dflash_offline.common.chat import ChatOptions, chat_identity, tokenizer_identity
 from dflash_offline.common.checkpoint_files import Checkpoint
+from dflash_offline.common.device_choice import dtype_name
 from dflash_offline.common.errors import BadInput
 from dflash_offline.common.identity import Scalar
 from dflash_offline.common.target import Target
@@ -41,7 +42,7 @@ def unloaded_identity(
     """Return the fields of `target_identity` that need neither the target nor its tokenizer."""
     return {
         "revision": checkpoint.revision or "",
-        "compute_dtype": str(dtype).removeprefix("torch."),
+        "compute_dtype": dtype_name(dtype),
         "feature_dtype": "bfloat16",
         "norm_convention": NORM_CONVENTION,
         "layers": ",".join(map(str, layers)),
@@ -93,6 +94,6 @@ def run_info(target: Target) -> dict[str, str]:
         "torch": torch.__version__,
         "transformers": transformers_version,
         "attention": target.config._attn_implementation or "",
-        "compute_dtype": str(target.dtype).removeprefix("torch."),
+        "compute_dtype": dtype_name(target.dtype),
         "tp": str(target.shared_by),
     }

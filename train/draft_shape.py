@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from dflash_offline.common.cache import Cache
+from dflash_offline.common.device_choice import dtype_name
 from dflash_offline.common.errors import BadInput
 from dflash_offline.kernels.block_attention import HEAD_DIMS, MAX_DIM_4_BYTES, MAX_RATIO
 from dflash_offline.train.drafter_config import FIXED, REPEATED, DrafterConfig, check_kinds
@@ -88,7 +89,9 @@ def check_kernels(config: DrafterConfig, dtype: torch.dtype) -> None:
     allowed = [each for each in HEAD_DIMS if dtype != torch.float32 or each <= MAX_DIM_4_BYTES]
     if size not in allowed:
         numbers = ", ".join(map(str, allowed))
-        problem = f"head_dim of the drafter: {size} given; in {_name(dtype)} a GPU takes {numbers}"
+        problem = (
+            f"head_dim of the drafter: {size} given; in {dtype_name(dtype)} a GPU takes {numbers}"
+        )
     elif ratio > MAX_RATIO:
         problem = (
             f"num_key_value_heads of the drafter: {config.num_key_value_heads} given for "
@@ -97,10 +100,6 @@ def check_kernels(config: DrafterConfig, dtype: torch.dtype) -> None:
     else:
         return
     raise BadInput(f"{problem}; train a drafter of another shape (--draft-config), or use a CPU")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def head_for(head: TargetHead, config: DrafterConfig, *, has_teacher: bool) -> TargetHead:

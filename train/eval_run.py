@@ -11,7 +11,7 @@ import torch
 from rich.table import Table
 
 from dflash_offline.common.cache import open_cache
-from dflash_offline.common.device_choice import default_device, resolve_dtype
+from dflash_offline.common.device_choice import default_device, dtype_name, resolve_dtype
 from dflash_offline.common.device_memory import told_of_memory
 from dflash_offline.common.errors import BadInput, FoundProblems
 from dflash_offline.common.options import print_config
@@ -174,7 +174,7 @@ def _from_cache(config: EvalConfig, device: torch.device, dtype: torch.dtype) ->
         "mode": "cache",
         "draft": str(config.draft),
         "cache": config.cache,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "acceptance_length": evaluation.acceptance_length,
         "accepted_by_position": evaluation.accepted_by_position,
         "by_source": evaluation.by_source,

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from dflash_offline.common.device_choice import dtype_name
 from dflash_offline.common.errors import BadInput
 from dflash_offline.train.draft_shape import check_kernels
 from dflash_offline.train.drafter import Drafter
@@ -33,7 +34,7 @@ def save_weights(
 ) -> None:
     """Write a drafter's configuration and weights; see `save_drafter`."""
     folder.mkdir(parents=True, exist_ok=True)
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     values = config.to_json() | {"dtype": name, "torch_dtype": name}
     (folder / CONFIG_NAME).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
     tensors = {

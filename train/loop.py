@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from dflash_offline.common.device_choice import dtype_name
 from dflash_offline.common.device_memory import told_of_memory
 from dflash_offline.common.errors import BadInput, DamagedStore, Stopped
 from dflash_offline.common.options import config_as_dict
@@ -351,7 +352,7 @@ class Run:
                 options,
                 drafter=setup.drafter.config.to_json(),
                 device=str(setup.device),
-                dtype=str(setup.dtype).removeprefix("torch."),
+                dtype=dtype_name(setup.dtype),
                 num_samples=sum(len(indices) for indices in setup.wanted),
                 num_steps=setup.num_steps,
                 world_size=self._world.size,

@@ -19,6 +19,7 @@ from dflash_offline.common.chat import (
     stop_token_ids,
     tokenizer_identity,
 )
+from dflash_offline.common.device_choice import dtype_name
 from dflash_offline.common.errors import BadInput
 from dflash_offline.common.progress import ProgressLine
 from dflash_offline.common.prompts import Prompt, read_prompts
@@ -208,7 +209,7 @@ class _Evaluator:
                 "draft": str(config.draft),
                 "target": config.target,
                 "data": str(config.data),
-                "dtype": str(target.dtype).removeprefix("torch."),
+                "dtype": dtype_name(target.dtype),
                 "device": str(target.device),
                 "temperature": config.temperature,
                 "seed": config.seed,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dflash_offline.common.cache import Cache
-from dflash_offline.common.device_choice import resolve_dtype
+from dflash_offline.common.device_choice import dtype_name, resolve_dtype
 from dflash_offline.common.errors import BadInput
 from dflash_offline.common.options import config_as_dict
 from dflash_offline.kernels.block_attention import table_sizes
@@ -170,7 +170,7 @@ def prepare(config: TrainConfig, world: World) -> Setup:
         warn_of_short_documents(caches, wanted, shape.layout)
     order = _order(config, caches, wanted)
     num_steps, total_samples = _length(config, order, state)
-    learned = _learned(config, caches, wanted, shape) | {"dtype": str(dtype)[len("torch.") :]}
+    learned = _learned(config, caches, wanted, shape) | {"dtype": dtype_name(dtype)}
     if checkpoint is not None:
         check_learned(state.learned, learned, config.out)
     memory = memory_line(
