@@ -129,9 +129,24 @@ _COMMANDS = (
     ),
 )
 
+
+class _Commands(click.Group):
+    """Names the commands where none, or an unknown one, is given."""
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        """Parse what stands before the command, and look at its name."""
+        given = args[0] if args else None
+        rest = super().parse_args(context, args)
+        if given not in self.commands and not context.resilient_parsing:
+            problem = "no command is given" if given is None else f"{given} is no command"
+            context.fail(f"{problem}; give one of {', '.join(sorted(self.commands))}")
+        return rest
+
+
 main = entry_point(
-    click.Group(
+    _Commands(
         "dflash-cache",
+        no_args_is_help=False,
         commands=[
             click_command(
                 config, name=name, help=f"{text}\n\n\b\nExample:\n  {example}", run=target

@@ -455,6 +455,15 @@ def test_rm_says_what_lies_behind_links(run, small_store, tmp_path, capsys):
     assert run("info", root) == 2
 
 
+@pytest.mark.parametrize(
+    ("args", "words"), [((), "no command is given"), (("inof", "x"), "inof is no command")]
+)
+def test_no_or_unknown_command(run, capsys, args, words):
+    assert run(*args) == 2
+    expected = f"error: {words}; give one of copy, info, preview, repair, rm, verify\n"
+    assert capsys.readouterr().err == expected
+
+
 def test_damaged_or_missing_address(run, tmp_path, capsys):
     for command in ("info", "verify", "repair", "rm"):
         assert run(command, tmp_path / "none") == 2
