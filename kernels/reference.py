@@ -40,7 +40,7 @@ def block_attention(
     *,
     window: int | None = None,
     causal: bool = False,
-    scale: float | None = None,
+    scale: float,
 ) -> Tensor:
     """Attend from every block to the context before its anchor and to itself.
 
@@ -52,7 +52,6 @@ def block_attention(
     num_kv_heads = k_ctx.shape[1]
     block = tables.block_size
     dtype = compute_dtype(q)
-    scale = head_dim**-0.5 if scale is None else scale
     # [Hkv, R, A, B, D] for queries, [Hkv, T, D] for the context, [Hkv, A, B, D] for own blocks.
     queries = (q.to(dtype) * scale).view(
         -1, block, num_kv_heads, num_q_heads // num_kv_heads, head_dim

@@ -220,6 +220,10 @@ def test_initialisation_is_a_function_of_the_seed(config_maker):
     ):
         assert torch.equal(a, b)
         assert a.dim() == 1 or not torch.equal(a, c), name
+        if a.dim() == 1:
+            assert bool((a == 1).all()), name
+        else:
+            assert float(a.detach().std()) == pytest.approx(0.2, rel=0.1), name
 
 
 def test_parameters_may_be_wider_than_the_states(toy_maker):
@@ -297,3 +301,20 @@ def test_is_causal_says_what_was_trained(config_maker, changes, expected):
     )
     assert resolved == config.layer_causal
     assert np.all(type(config).from_json(config.to_json()).layer_causal == config.layer_causal)
+
+
+@pytest.mark.parametrize(
+    ("top", "nested", "expected"),
+    [
+        (True, False, (True, True)),
+        (False, True, (False, False)),
+        (None, True, (True, True)),
+        (None, False, (False, False)),
+        (None, None, (True, False)),
+    ],
+)
+def test_is_causal_at_the_top_counts_before_dflash_config(config_maker, top, nested, expected):
+    written = config_maker(**SLIDING).to_json()
+    written["is_causal"] = top
+    written["dflash_config"]["causal"] = nested
+    assert type(config_maker()).from_json(written).layer_causal == expected
