@@ -184,6 +184,26 @@ def test_ties_go_to_even():
     assert levels == [7, 0, 2, 2, 0, -2, -2, -7]
 
 
+def test_zeros_and_thresholds_of_int3():
+    """A zero counts as positive, a value on a threshold as below it."""
+    u = torch.zeros(64)
+    edges = torch.tensor(THRESHOLDS)
+    u[:6] = torch.cat((edges, -edges))
+    u[6:12] = u[:6] * (1 + 2.0**-9)
+    u[63] = torch.tensor(64.0 - float(u.square().sum())).sqrt()
+    u[63] = torch.round(u[63] * 512) / 512
+    # The row's scale is 1, and its mean carries what bfloat16 could not.
+    calibration = replace(unit_calibration("int3", 64), mean=-rotate(u[None]))
+    x = torch.zeros(1, 1, 64, dtype=torch.bfloat16)
+    encoded = encode_states(x, None, torch.zeros(1, dtype=torch.bool), calibration)
+    assert encoded.scales.item() == 1.0
+    assert torch.equal(rotate(rotate(u[None]))[0, :6], u[:6]), "exact here"
+    levels = levels_of(encoded, 0, "int3")[0]
+    assert levels[:6].tolist() == [4, 5, 6, 3, 2, 1]
+    assert levels[6:12].tolist() == [5, 6, 7, 2, 1, 0]
+    assert set(levels[12:63]) == {4}
+
+
 @pytest.mark.parametrize(("value", "exact"), [(8192.0, []), (8256.0, [[0, 0]])])
 def test_row_at_the_bound_is_coded_and_the_next_is_not(value, exact):
     x = torch.full((1, 1, 64), value).to(torch.bfloat16)
