@@ -1,6 +1,7 @@
 """The shape of a new drafter: defaults of the target, a file over them, the user over both."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -104,6 +105,16 @@ def test_scales_of_the_target_are_written_for_engines(shape_for):
     ):
         shape = shape_for(keys)
         assert (shape.output_multiplier, shape.input_embedding_scale) == (0.25, 12.0)
+
+
+def test_gemmas_scale_is_rounded_as_gemma_rounds_it(small_store):
+    cache = open_cache(small_store[0])
+    for dtype, scale in ((torch.float32, 1152**0.5), (torch.bfloat16, 34.0)):
+        stored = SimpleNamespace(
+            target_config=cache.target_config | {"model_type": "gemma3_text"},
+            target_tensor=lambda _, dtype=dtype: torch.zeros(3, 1152, dtype=dtype),
+        )
+        assert load_target_head(stored).embedding_scale == pytest.approx(scale, rel=1e-6)
 
 
 def test_the_user_wins_over_the_file_and_the_file_over_the_target(shape_for):
