@@ -22,6 +22,7 @@ from dflash_offline.common.calibration_file import read_codec_report
 from dflash_offline.common.codec_report import codec_report
 from dflash_offline.common.errors import BadInput, DamagedStore
 from dflash_offline.common.identity import Identity
+from dflash_offline.common.logit_scales import logit_scale, logit_softcap, text_config
 from dflash_offline.common.pack_index import (
     PackIndex,
     pack_of,
@@ -210,8 +211,16 @@ def _calibrate(store: Store, cache: Cache, sources: Sequence[int]) -> None:
             final = None if document.final is None else document.final_torch()
             rows.add(document.features_torch(), final)
     calibration = rows.fit(codec)
-    head = cache.target_tensor("lm_head") if store.schema.teacher == "final" else None
-    store.write_calibration(calibration, codec_report(rows, calibration, layers=layers, head=head))
+    target = text_config(cache.target_config)
+    error = codec_report(
+        rows,
+        calibration,
+        layers=layers,
+        head=cache.target_tensor("lm_head") if store.schema.teacher == "final" else None,
+        logit_scale=logit_scale(target),
+        logit_softcap=logit_softcap(target),
+    )
+    store.write_calibration(calibration, error)
 
 
 def _wanted_layers(cache: Cache, layers: str | None) -> tuple[int, ...]:

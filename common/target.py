@@ -32,6 +32,7 @@ from dflash_offline.common.checkpoint_files import Checkpoint, find_checkpoint, 
 from dflash_offline.common.device_memory import has_run_out
 from dflash_offline.common.errors import BadInput, Stopped
 from dflash_offline.common.gguf_header import gguf_header_parsed_once
+from dflash_offline.common.logit_scales import logit_scale, logit_softcap
 from dflash_offline.common.target_parts import decoder_of, parts_of
 from dflash_offline.common.weights import gathered, load_causal, load_without_layers, own_part
 
@@ -256,6 +257,7 @@ def _describe(
     shared_by: int,
 ) -> Target:
     config = causal.config.get_text_config(decoder=True)
+    said = config.to_dict()
     base, layers, norm, lm_head = parts_of(causal, checkpoint.given)
     embed_tokens = base.get_input_embeddings()
     tied = own_part(lm_head.weight).data_ptr() == own_part(embed_tokens.weight).data_ptr()
@@ -279,8 +281,8 @@ def _describe(
         generation_config=causal.generation_config or GenerationConfig.from_model_config(config),
         device=device,
         dtype=dtype,
-        logit_softcap=_config_value(config, "final_logit_softcapping"),
-        logit_scale=_logit_scale(config),
+        logit_softcap=logit_softcap(said),
+        logit_scale=logit_scale(said),
         embedding_scale=_embedding_scale(embed_tokens, config),
         tied=tied,
         shared_by=shared_by,
@@ -340,17 +342,6 @@ def _drop_other_modalities(causal: PreTrainedModel) -> None:
 def _config_value(config: PreTrainedConfig, name: str) -> Any:
     """Return a key that only some families have, or None."""
     return getattr(config, name, None)
-
-
-def _logit_scale(config: PreTrainedConfig) -> float:
-    if (divisor := _config_value(config, "logits_scaling")) is not None:
-        # HyperCLOVA X multiplies by the key that Granite divides by.
-        return float(divisor) if config.model_type == "hyperclovax" else 1.0 / float(divisor)
-    # Cohere's key, then Falcon-H1's.
-    for name in ("logit_scale", "lm_head_multiplier"):
-        if (factor := _config_value(config, name)) is not None:
-            return float(factor)
-    return 1.0
 
 
 def _embedding_scale(embed_tokens: nn.Embedding, config: PreTrainedConfig) -> float:

@@ -15,9 +15,10 @@ import torch
 from dflash_offline.common.cache import Cache
 from dflash_offline.common.device_choice import dtype_name
 from dflash_offline.common.errors import BadInput
+from dflash_offline.common.logit_scales import text_config
 from dflash_offline.kernels.block_attention import HEAD_DIMS, MAX_DIM_4_BYTES, MAX_RATIO
 from dflash_offline.train.drafter_config import FIXED, REPEATED, DrafterConfig, check_kinds
-from dflash_offline.train.target_head import TargetHead, text_config
+from dflash_offline.train.target_head import TargetHead
 
 DEFAULT_LAYERS = 5
 DEFAULT_BLOCK_SIZE = 16

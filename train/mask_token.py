@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from dflash_offline.common.cache import Cache
 from dflash_offline.common.errors import BadInput
-from dflash_offline.train.target_head import text_config
+from dflash_offline.common.logit_scales import text_config
 from dflash_offline.train.token_shards import corpus_tokens
 
 # Words in the names of tokens that models leave for others to use.

@@ -5,8 +5,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from transformers import Qwen3Config
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dflash_offline.common.errors import BadInput
 from dflash_offline.kernels.norm_rope import inverse_frequencies
@@ -74,6 +72,10 @@ def frequencies(
     with torch.inference_mode(False):
         if not scaling:
             return inverse_frequencies(head_dim, theta).to(device), 1.0
+        # Training needs nothing else of transformers, whose import takes seconds.
+        from transformers import Qwen3Config
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
         said = dict(scaling)
         config = Qwen3Config(
             head_dim=head_dim,

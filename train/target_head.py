@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dflash_offline.common.cache import Cache
+from dflash_offline.common.logit_scales import logit_scale, logit_softcap, text_config
 from dflash_offline.kernels.linear_ce import LinearCE, linear_ce
 from dflash_offline.kernels.linear_ce_fp8 import Fp8Head, linear_ce_fp8, quantize_head
 
@@ -92,30 +93,10 @@ def load_target_head(cache: Cache) -> TargetHead:
     return TargetHead(
         embed=embed,
         weight=weight,
-        logit_scale=_logit_scale(config),
-        softcap=config.get("final_logit_softcapping"),
+        logit_scale=logit_scale(config),
+        softcap=logit_softcap(config),
         embedding_scale=_embedding_scale(config, embed),
     )
-
-
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a Hugging Face config that describes the decoder."""
-    return config.get("text_config") or config
-
-
-def _logit_scale(config: Mapping[str, Any]) -> float:
-    divisor = config.get("logits_scaling")
-    if divisor is not None:
-        # HyperCLOVA X multiplies by the key that Granite divides by.
-        multiplies = config.get("model_type") == "hyperclovax"
-        return float(divisor) if multiplies else 1.0 / float(divisor)
-    for name in ("logit_scale", "lm_head_multiplier"):
-        if config.get(name) is not None:
-            return float(config[name])
-    if config.get("dim_model_base") is not None:
-        # MiniCPM's.
-        return float(config["dim_model_base"]) / float(config["hidden_size"])
-    return 1.0
 
 
 def _embedding_scale(config: Mapping[str, Any], embed: torch.Tensor) -> float:

@@ -320,3 +320,17 @@ def test_copy_between_codecs(run, tmp_path, corpus_maker, capsys):
         for other in (whole, back):
             np.testing.assert_array_equal(other.read(index).features, expected.features)
     assert [each["layer"] for each in read_codec_report(fewer.blobs)["layers"]] == [3]
+
+
+@pytest.mark.parametrize(
+    "scaling", [{}, {"logit_scale": 0.05}, {"text_config": {"final_logit_softcapping": 0.05}}]
+)
+def test_report_of_a_copy_is_about_the_target_s_own_logits(run, tmp_path, corpus_maker, scaling):
+    corpus = corpus_maker(codec="raw", teacher="final")
+    config = json.loads(corpus.target_files["config.json"])
+    corpus.target_files["config.json"] = json.dumps(config | scaling).encode()
+    corpus.write(tmp_path / "raw")
+    assert run("copy", tmp_path / "raw", tmp_path / "int4", "--codec", "int4") == 0
+    error = read_codec_report(open_cache(str(tmp_path / "int4")).blobs)["final"]["kl"]
+    # The divergence goes with the square of the logits.
+    assert 0 < error < 1e-5 if scaling else error > 1e-4
