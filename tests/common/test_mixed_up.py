@@ -16,8 +16,10 @@ from dflash_offline.common.cache_edit import repair
 from dflash_offline.common.cache_verify import find_problems, verify
 from dflash_offline.common.codecs import codec_named
 from dflash_offline.common.errors import DamagedStore, Stopped
+from dflash_offline.common.pack_arrays import bits_of
 from dflash_offline.common.pack_index import read_pack_index, scan_records, write_pack_index
-from dflash_offline.common.shards import BadShard, ShardWriter, decode_chunk
+from dflash_offline.common.quantize import EncodedStates
+from dflash_offline.common.shards import BadShard, ShardWriter, decode_chunk, index_bytes
 from dflash_offline.common.store import (
     FEATURES,
     TOKENS,
@@ -224,3 +226,26 @@ def test_verify_knows_where_meaning_ends(tmp_path, corpus_maker, array, last, fi
         found = find_problems(open_cache(str(tmp_path / str(value))), deep=True)
         assert len(found) == problems
         assert all(words in line for line in found)
+
+
+def test_verify_reads_the_gap_behind_the_last_chunk(small_store):
+    url, corpus = small_store
+    path = Path(url) / shard_key(FEATURES, 1)
+    content = bytearray(path.read_bytes())
+    content[-index_bytes(corpus.schema.arrays[FEATURES].num_chunks) - 1] = 1
+    path.write_bytes(content)
+    (problem,) = find_problems(open_cache(url), deep=True)
+    assert "lie in no chunk and are not zero" in problem
+
+
+@pytest.mark.parametrize("layers", [(3, 1), (1, 3)])
+def test_rows_stored_exactly_ascend_in_the_order_asked_for(small_store, tmp_path, layers):
+    url, _ = small_store
+    copy(CopyConfig(source=url, destination=f"{tmp_path}/int8", codec="int8"))
+    cache = open_cache(f"{tmp_path}/int8")
+    for document in cache.read_codes(cache.samples, layers):
+        assert document.states.exact_rows[:2].tolist() == [[0, 0], [1, 0]]
+    pack = EncodedStates.joined([d.states for d in cache.read_codes([0, 1], layers)])
+    assert pack.exact_rows.tolist() == [[0, 0], [0, 40], [1, 0], [1, 40]]
+    exact = [cache.read(i, layers).features[slot, 0] for slot in (0, 1) for i in (0, 1)]
+    np.testing.assert_array_equal(bits_of(pack.exact), exact)

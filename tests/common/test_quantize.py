@@ -271,6 +271,17 @@ def test_fit_is_not_moved_by_massive_rows():
     torch.testing.assert_close(calibration.reciprocal, 1.0 / calibration.scale)
 
 
+def test_signs_of_int3_are_those_of_all_layers_and_of_no_final_state():
+    rows = CalibrationRows()
+    rows.add(*states_of(64))
+    calibration = rows.fit("int3")
+    signs = calibration.scale.sign()
+    assert torch.equal(signs[0], signs[1])
+    assert 16 < (signs[0] < 0).sum() < 48
+    assert (signs[2] == 1).all()
+    assert torch.equal(calibration.reciprocal.sign(), signs)
+
+
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_fit_of_next_to_nothing(tokens):
     rows = CalibrationRows()
