@@ -17,7 +17,14 @@ from dflash_offline.train.anchors import AnchoredDocument, build_pass, candidate
 from dflash_offline.train.decode import SpeculativeDecoder, decode_greedy
 from dflash_offline.train.drafter import Drafter
 from dflash_offline.train.drafter_config import DrafterConfig
-from dflash_offline.train.evaluate import AnchoredSample, BlockJudge, evaluate_cache, merge
+from dflash_offline.train.evaluate import (
+    AnchoredSample,
+    BlockJudge,
+    CacheEvaluation,
+    SourceCounts,
+    evaluate_cache,
+    merge,
+)
 
 BLOCK, VOCAB = 5, 97
 
@@ -47,7 +54,8 @@ def drafted_tokens(drafter: Drafter, embed, document: Document, anchor: int, tok
     features = document.features_torch()[:, :anchor].transpose(0, 1).flatten(1).float()
     ids = torch.full((config.block_size,), config.mask_token_id)
     ids[0] = token
-    hidden = drafter.draft(drafter.new_cache(), features, embed[ids], anchor)
+    scaled = embed[ids] * config.input_embedding_scale
+    hidden = drafter.draft(drafter.new_cache(), features, scaled, anchor)
     return (hidden[config.layout.first_slot :] @ embed.T).argmax(dim=-1).tolist()
 
 
@@ -62,10 +70,10 @@ def rewrite(drafter: Drafter, embed, document: Document, tokens: np.ndarray, see
         anchor += right + 1
 
 
-def expected_gains(drafter, embed, document: Document, rule: str) -> tuple[list, list]:
+def expected_gains(drafter, embed, document: Document, rule: str) -> tuple[list, list, list]:
     """Count block by block, with nothing shared between blocks."""
     mask = supervised(document.loss_mask, rule)
-    produced, accepted = [], []
+    produced, accepted, reach = [], [], []
     for anchor in candidates(mask):
         drafted = drafted_tokens(drafter, embed, document, anchor, int(document.tokens[anchor]))
         right = 0
@@ -78,7 +86,8 @@ def expected_gains(drafter, embed, document: Document, rule: str) -> tuple[list,
             right += 1
         accepted.append(right)
         produced.append(min(right + 1, left))
-    return produced, accepted
+        reach.append(min(left, len(drafted)))
+    return produced, accepted, reach
 
 
 @pytest.fixture
@@ -86,7 +95,7 @@ def store(tmp_path: Path, corpus_maker):
     """Three held-out samples whose texts agree with the drafter here and there."""
     corpus = corpus_maker(lengths=(40, 33, 70, 64, 51), num_held_out=3)
     embed = torch.from_numpy(np.random.default_rng(1).standard_normal((VOCAB, 64), np.float32))
-    drafter = Drafter(drafter_config()).initialise(0)
+    drafter = Drafter(drafter_config(input_embedding_scale=0.5)).initialise(0)
     for index in (2, 3, 4):
         document = Document(
             index=index,
@@ -99,8 +108,9 @@ def store(tmp_path: Path, corpus_maker):
         )
         with torch.no_grad():
             rewrite(drafter, embed, document, corpus.tokens[index], index)
-    # A user turn in the middle, and template tokens that end the text early.
+    # A user turn and one token in the middle, and template tokens that end the text early.
     corpus.masks[3][30:37] = 0
+    corpus.masks[2][40] = 0
     corpus.masks[4][-4:] |= LossMask.TEMPLATE
     corpus.write(tmp_path / "store")
     return open_cache(str(tmp_path / "store")), drafter, embed
@@ -119,20 +129,23 @@ def test_evaluate_cache(store, monkeypatch, rows_per_pass: int) -> None:
     monkeypatch.setattr(BlockJudge, "run", run)
     result = evaluate_cache(drafter, cache, embed=embed, head=embed, rows_per_pass=rows_per_pass)
     assert max(sizes) <= max(rows_per_pass, BLOCK)
-    produced, accepted = [], []
+    produced, accepted, reach = [], [], []
     with torch.no_grad():
         for document in cache.read_many(cache.held_out_samples):
             more = expected_gains(drafter, embed, document, "all")
             produced += more[0]
             accepted += more[1]
+            reach += more[2]
     assert max(accepted) == BLOCK - 1
     assert len(set(accepted)) == BLOCK
     assert result.num_anchors == len(produced) > 140
     assert result.acceptance_length == pytest.approx(np.mean(produced))
     assert result.by_source == {"test": pytest.approx(np.mean(produced))}
     # The first slot is judged at every anchor, the others where the text goes on that far.
-    assert result.accepted_by_position[0] == pytest.approx(np.mean(np.array(accepted) >= 1))
     shares = result.accepted_by_position
+    for slot, share in enumerate(shares):
+        judged = np.array(reach) > slot
+        assert share == pytest.approx(np.mean(np.array(accepted)[judged] > slot))
     assert len(shares) == BLOCK - 1
     assert all(0 < share < 1 for share in shares)
 
@@ -152,6 +165,23 @@ def test_max_anchors_and_merge(store) -> None:
     assert merged.num_anchors == whole.num_anchors
     assert merged.acceptance_length == pytest.approx(whole.acceptance_length)
     assert merged.accepted_by_position == pytest.approx(whole.accepted_by_position)
+
+
+def test_the_whole_is_the_mean_over_blocks_not_over_sources() -> None:
+    def part(source: str, blocks: int, produced: int, judged: int) -> CacheEvaluation:
+        counts = SourceCounts(
+            num_anchors=blocks,
+            produced=produced,
+            judged=np.array([blocks, judged]),
+            accepted=np.array([blocks, judged // 2]),
+        )
+        return CacheEvaluation(counts={source: counts})
+
+    whole = merge([part("a", 10, 30, 8), part("b", 6, 6, 0), part("a", 4, 4, 2)])
+    assert whole.num_anchors == 20
+    assert whole.acceptance_length == 2.0
+    assert whole.by_source == {"a": 34 / 14, "b": 1.0}
+    assert whole.accepted_by_position == [1.0, 0.5]
 
 
 def test_few_anchors_of_long_samples_do_not_add_up(store, monkeypatch) -> None:
