@@ -10,9 +10,14 @@ import pytest
 from dflash_offline.common import records
 from dflash_offline.common.blobs import LocalBlobs
 from dflash_offline.common.cache import open_cache
-from dflash_offline.common.cache_cli import CopyConfig, RepairConfig, VerifyConfig
+from dflash_offline.common.cache_cli import (
+    CopyConfig,
+    RemoveConfig,
+    RepairConfig,
+    VerifyConfig,
+)
 from dflash_offline.common.cache_copy import copy
-from dflash_offline.common.cache_edit import repair
+from dflash_offline.common.cache_edit import remove, repair
 from dflash_offline.common.cache_verify import find_problems, verify
 from dflash_offline.common.codecs import codec_named
 from dflash_offline.common.errors import DamagedStore, Stopped
@@ -249,3 +254,32 @@ def test_rows_stored_exactly_ascend_in_the_order_asked_for(small_store, tmp_path
     assert pack.exact_rows.tolist() == [[0, 0], [0, 40], [1, 0], [1, 40]]
     exact = [cache.read(i, layers).features[slot, 0] for slot in (0, 1) for i in (0, 1)]
     np.testing.assert_array_equal(bits_of(pack.exact), exact)
+
+
+def test_copy_of_a_part_says_what_it_is(small_store, tmp_path):
+    """Its layers and its condition; who was held out stays so."""
+    url, _ = small_store
+    parts = {"layers": "3", "codec": "lossless", "where": "length > 30"}
+    copy(CopyConfig(source=url, destination=f"{tmp_path}/part", **parts))
+    source, part = open_cache(url), open_cache(f"{tmp_path}/part")
+    assert part.schema.layers == (3,)
+    assert part.identity.target == {**source.identity.target, "layers": "3"}
+    assert part.identity.store["codec"] == "lossless"
+    assert part.identity.plan["where"] == "length > 30"
+    held_out = {part.plan.samples[i].id for i in part.held_out_samples}
+    assert held_out == {source.plan.samples[i].id for i in source.held_out_samples} != set()
+    assert part.plan.num_held_out_packs == 1
+    assert len(part.samples) == 5
+    copy(CopyConfig(source=url, destination=f"{tmp_path}/none", where="held_out == False"))
+    assert open_cache(f"{tmp_path}/none").plan.num_held_out_packs == 0
+
+
+def test_rm_leaves_the_reason_of_a_quarantined_neighbour(tmp_path, corpus_maker):
+    corpus, url = corpus_maker(), str(tmp_path / "s")
+    with corpus.open(url) as store:
+        corpus.commit(store, [1, 2, 3])
+        features = np.concatenate([corpus.features[i] for i in store.pack_samples(0)], axis=1)
+        features[:, 40:] = 0
+        store.commit_pack(0, features, quarantined={1: "not finite"})
+    remove(RemoveConfig(url=url, where="id == 'test:0'", yes=True))
+    assert open_cache(url).record(0)["quarantined"] == {0: records.REMOVED, 1: "not finite"}
