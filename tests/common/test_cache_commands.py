@@ -419,7 +419,8 @@ def test_rm_of_a_store(run, small_store, monkeypatch, capsys):
     delete = LocalBlobs.delete
     monkeypatch.setattr(LocalBlobs, "delete", lambda b, key: (deleted.append(key), delete(b, key)))
     assert run("rm", url, "--yes") == 0
-    assert deleted[:2] == [".tmp-probe", commit_key(0)], "from then on nothing exists for a reader"
+    first = [".tmp-probe", *map(commit_key, range(4)), index_key(0)]
+    assert deleted[:6] == first, "from then on nothing exists for a reader"
     assert deleted[-2:] == ["zarr.json", ".owner"], "until then it is this run's, and a store"
     assert not Path(url).exists()
     assert run("info", url) == 2
