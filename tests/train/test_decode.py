@@ -232,6 +232,8 @@ def test_decode_ends(target: Target) -> None:
         for cycle in decoded.cycles:
             assert cycle.accepted <= cycle.proposed <= BLOCK - 1
             assert cycle.produced in (cycle.accepted, cycle.accepted + 1)
+            # Nothing is judged behind a stop token that was drafted.
+            assert cycle.produced > cycle.accepted or cycle.proposed == cycle.accepted
     for limit in (1, 2, 6, 7, 8):
         drafter = ScriptedDrafter(target, PROMPT + free, (5,))
         with SpeculativeDecoder(target, drafter) as decoder:
