@@ -22,6 +22,7 @@ from dflash_offline.extract.cli import main as extract_command
 from dflash_offline.extract.corpus import CorpusReader
 from dflash_offline.extract.same_rows import row_facts, rows_digest
 from dflash_offline.extract.self_check import checked_samples
+from dflash_offline.extract.worker import Worker
 
 COUNT = 33
 SMALL = ("--pack-tokens", 256, "--batch-tokens", 512, "--layers", "0,1,4", "--codec", "raw")
@@ -74,17 +75,17 @@ def report_of(store: Path) -> dict[str, object]:
     return records.unseal((store / "plan/0/plan.json").read_bytes(), "plan.json")["report"]
 
 
-def killed_after_three_packs(extract, monkeypatch: pytest.MonkeyPatch) -> None:
-    commit, seen = Store.commit_pack, []
+def killed_on_the_way(extract, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, seen = Worker._run, []
 
-    def commit_pack(store: Store, pack: int, *args, **kwargs) -> int:
-        seen.append(pack)
+    def run_batch(worker: Worker, batch: object) -> None:
+        seen.append(batch)
         if len(seen) == 4:
             os.kill(os.getpid(), signal.SIGTERM)
-        return commit(store, pack, *args, **kwargs)
+        run(worker, batch)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Store, "commit_pack", commit_pack)
+        patched.setattr(Worker, "_run", run_batch)
         assert extract()[:2] == (3, COUNT)
 
 
@@ -93,12 +94,13 @@ def only_planned(extract, _monkeypatch: pytest.MonkeyPatch) -> None:
     assert extract("--plan-only") == (0, 0, "")
 
 
-@pytest.mark.parametrize("begin", [killed_after_three_packs, only_planned])
+@pytest.mark.parametrize("begin", [killed_on_the_way, only_planned])
 def test_resume_tokenises_nothing(begin: Callable, extract, store, run, tmp_path, monkeypatch):
     """The self-check, which has its tokens from the store, included."""
     assert extract(out="whole") == (0, COUNT, "")
     begin(extract, monkeypatch)
-    assert len(list(store.glob("commit/*"))) < len(list(tmp_path.glob("whole/commit/*")))
+    begun, whole = (len(list(folder.glob("commit/*"))) for folder in (store, tmp_path / "whole"))
+    assert (0 < begun < whole) is (begin is killed_on_the_way)
     assert extract() == (0, 0, "")
     assert content(store) == content(tmp_path / "whole")
     assert run(cache_command, "verify", "--deep", store) == 0
