@@ -277,6 +277,18 @@ def test_nothing_is_committed_once_ownership_is_given_back(address, tmp_path, co
     assert store.blobs.list(COMMIT) == [commit_key(0)]
 
 
+def test_owner_whose_lease_went_with_its_store_stops_writing(blobs):
+    owner = Lease(blobs, beat_s=1000)
+    owner.acquire("owner")
+    for key in blobs.list(lease.OWNER):
+        blobs.delete(key)
+    owner.check()
+    owner._last_beat -= 61
+    with pytest.raises(Stopped, match="took no sign of life for 60 s"):
+        owner.check()
+    owner.release()
+
+
 def test_lease_that_went_with_its_store_leaves_nothing(blobs):
     owner = Lease(blobs, beat_s=1000)
     owner.acquire("owner")

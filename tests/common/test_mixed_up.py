@@ -283,3 +283,19 @@ def test_rm_leaves_the_reason_of_a_quarantined_neighbour(tmp_path, corpus_maker)
         store.commit_pack(0, features, quarantined={1: "not finite"})
     remove(RemoveConfig(url=url, where="id == 'test:0'", yes=True))
     assert open_cache(url).record(0)["quarantined"] == {0: records.REMOVED, 1: "not finite"}
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4", "int3"])
+def test_rm_leaves_no_code_of_what_it_takes(small_store, tmp_path, codec):
+    url, _ = small_store
+    copied = f"{tmp_path}/{codec}"
+    copy(CopyConfig(source=url, destination=copied, codec=codec))
+    (before,) = open_cache(copied).read_codes([1])
+    assert before.states.codes.any()
+    assert len(before.states.exact_rows) == 2
+    remove(RemoveConfig(url=copied, where="id == 'test:1'", yes=True))
+    (after,) = open_cache(copied).read_codes([1])
+    for part in (after.states.codes, after.states.scales):
+        assert not part.any()
+    assert len(after.states.exact_rows) == 0
+    assert not after.tokens.any()
