@@ -155,6 +155,9 @@ def test_learned_options_are_compared(tmp_path, parts):
     check_learned({"lr": 1.0}, {"lr": 1.0}, tmp_path)
     with pytest.raises(BadInput, match=r"--block-size: 8 given, but the run in .* started with 16"):
         check_learned({"block_size": 16}, {"block_size": 8}, tmp_path)
+    for stored, given in (({}, {"ema": 0.9}), ({"ema": 0.9}, {})):
+        with pytest.raises(BadInput, match="--ema: "):
+            check_learned(stored, given, tmp_path)
     # The drafter to go on from is one that is there.
     for step in (9, 10):
         folder, _ = save(tmp_path, step, parts)

@@ -42,6 +42,21 @@ def test_a_window_is_the_mean_over_its_sums():
     )
 
 
+def test_a_window_goes_on_from_its_sums():
+    first = window_of(([6.0, 2.0, 4, 3, 1], 0.0), ([10.0, 6.0, 4, 3, 2], 0.0))
+    assert first.sums() == (2, 16.0, 8.0, 8.0, 6.0, 3.0)
+    second = Window(first.sums())
+    assert second.sums() == first.sums()
+    second.add(
+        torch.tensor([8.0, 4.0, 2, 2, 0], dtype=torch.float64),
+        torch.tensor(0.5),
+        torch.tensor(0.0),
+        Counts(),
+    )
+    assert second.sums() == (3, 24.0, 12.0, 10.0, 8.0, 3.0)
+    assert second.num_steps == 1
+
+
 def test_speeds():
     counts = Counts(tokens=200, rows=60, flops=1e7, bytes_read=4e6)
     found = speeds(counts, 2.0, datasheet=1e7, world_size=2)
