@@ -2,10 +2,12 @@
 
 import importlib
 import json
+import os
 import shutil
+import signal
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,8 @@ from transformers import (
     StableLmConfig,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from dflash_offline.extract.worker import Worker
 
 # A model's module chooses its kernels when it is imported, and takes a warning of theirs, which is
 # an error in tests, for a broken package.
@@ -143,3 +147,27 @@ def run():
         return end.value.code or 0
 
     return call
+
+
+@pytest.fixture
+def sigterm_at_batch(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], AbstractContextManager]:
+    """Inside, an extraction in this process gets SIGTERM before its nth batch.
+
+    From the thread that runs the forwards: one of writers' may come when they are all done.
+    """
+
+    @contextmanager
+    def sent(number: int) -> Iterator[None]:
+        run, seen = Worker._run, []
+
+        def run_batch(worker: Worker, batch: object) -> None:
+            seen.append(batch)
+            if len(seen) == number:
+                os.kill(os.getpid(), signal.SIGTERM)
+            run(worker, batch)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Worker, "_run", run_batch)
+            yield
+
+    return sent

@@ -1,8 +1,6 @@
 """dflash-extract through the real command: what the store holds is what the target computes."""
 
 import json
-import os
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from dflash_offline.common import store_writer
 from dflash_offline.common.cache import Cache, open_cache
 from dflash_offline.common.cache_cli import main as cache_command
 from dflash_offline.common.store import FEATURES, shard_key
@@ -110,35 +107,13 @@ def test_sample_of_a_whole_pack_and_of_two_tokens(make_target, run, tmp_path):
     assert_content(folder, cache)
 
 
-class Interrupted(Exception):
-    """Stands for a crash."""
-
-
-def interrupt_after(monkeypatch: pytest.MonkeyPatch, packs: int, how) -> None:
-    commit = store_writer.Store.commit_pack
-    seen = []
-
-    def commit_pack(store, *args, **kwargs):
-        if len(seen) == packs:
-            how()
-        seen.append(args[0])
-        return commit(store, *args, **kwargs)
-
-    monkeypatch.setattr(store_writer.Store, "commit_pack", commit_pack)
-
-
-def send_sigterm() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 def test_interrupted_run_resumes_to_the_same_bytes(
-    make_target, write_corpus, run, state_files, tmp_path, monkeypatch, capsys
+    make_target, write_corpus, run, state_files, tmp_path, sigterm_at_batch, capsys
 ):
     folder, data = make_target("qwen3"), write_corpus(33)
     args = ("--target", folder, "--data", data, *SMALL, "--teacher", "final")
     assert run(extract_command, *args, "--out", tmp_path / "whole") == 0
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, 3, send_sigterm)
+    with sigterm_at_batch(4):
         assert run(extract_command, *args, "--out", tmp_path / "again") == 3
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert len(lines) == 1

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import signal
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +20,6 @@ from dflash_offline.extract.cli import main as extract_command
 from dflash_offline.extract.corpus import CorpusReader
 from dflash_offline.extract.same_rows import row_facts, rows_digest
 from dflash_offline.extract.self_check import checked_samples
-from dflash_offline.extract.worker import Worker
 
 COUNT = 33
 SMALL = ("--pack-tokens", 256, "--batch-tokens", 512, "--layers", "0,1,4", "--codec", "raw")
@@ -75,32 +72,18 @@ def report_of(store: Path) -> dict[str, object]:
     return records.unseal((store / "plan/0/plan.json").read_bytes(), "plan.json")["report"]
 
 
-def killed_on_the_way(extract, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, seen = Worker._run, []
-
-    def run_batch(worker: Worker, batch: object) -> None:
-        seen.append(batch)
-        if len(seen) == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
-        run(worker, batch)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Worker, "_run", run_batch)
-        assert extract()[:2] == (3, COUNT)
-
-
-def only_planned(extract, _monkeypatch: pytest.MonkeyPatch) -> None:
-    assert extract("--plan-only") == (0, COUNT, "")
-    assert extract("--plan-only") == (0, 0, "")
-
-
-@pytest.mark.parametrize("begin", [killed_on_the_way, only_planned])
-def test_resume_tokenises_nothing(begin: Callable, extract, store, run, tmp_path, monkeypatch):
+@pytest.mark.parametrize("begun", ["killed on the way", "only planned"])
+def test_resume_tokenises_nothing(begun: str, extract, store, run, tmp_path, sigterm_at_batch):
     """The self-check, which has its tokens from the store, included."""
     assert extract(out="whole") == (0, COUNT, "")
-    begin(extract, monkeypatch)
-    begun, whole = (len(list(folder.glob("commit/*"))) for folder in (store, tmp_path / "whole"))
-    assert (0 < begun < whole) is (begin is killed_on_the_way)
+    if begun == "only planned":
+        assert extract("--plan-only") == (0, COUNT, "")
+        assert extract("--plan-only") == (0, 0, "")
+    else:
+        with sigterm_at_batch(4):
+            assert extract()[:2] == (3, COUNT)
+        packs, every = (list(folder.glob("commit/*")) for folder in (store, tmp_path / "whole"))
+        assert 0 < len(packs) < len(every)
     assert extract() == (0, 0, "")
     assert content(store) == content(tmp_path / "whole")
     assert run(cache_command, "verify", "--deep", store) == 0
