@@ -127,6 +127,17 @@ def test_fault_is_found(fault, make_target, monkeypatch, capsys):
     assert "wrong" in capsys.readouterr().err
 
 
+def test_nothing_is_written_where_it_fails(
+    make_target, write_corpus, run, tmp_path, monkeypatch, capsys
+):
+    shift_layers(monkeypatch)
+    out = tmp_path / "s"
+    args = ("--target", make_target("qwen3"), "--data", write_corpus(5), "--out", out)
+    assert run(extract_command, *args, "--layers", "0,1,4", "--codec", "raw") == 1
+    assert "nothing is extracted" in " ".join(capsys.readouterr().err.split())
+    assert not (out / "zarr.json").exists()
+
+
 def test_missing_final_norm_is_found(make_target, monkeypatch):
     target = load_target(make_target("qwen3"), dtype=torch.float32, device="cpu", head=False)
     forward = target.base.forward
