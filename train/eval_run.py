@@ -118,8 +118,8 @@ def _check_out(out: Path) -> None:
             out.touch()
             out.unlink()
         # Neither a device nor a pipe is read.
-        elif out.is_file() and not out.read_bytes().startswith(PAGE_BEGINS.encode()):
-            json.loads(out.read_bytes())["acceptance_length"]
+        elif out.is_file() and (held := out.read_text()) and not held.startswith(PAGE_BEGINS):
+            json.loads(held)["acceptance_length"]
     except OSError as problem:
         raise BadInput(
             f"--out {out} cannot be written ({problem}); give a file in a folder that can"

@@ -1,6 +1,7 @@
 """The stores of a run: opened, checked against each other, and their training samples chosen."""
 
 import warnings
+from collections import Counter
 
 import numpy as np
 
@@ -27,6 +28,10 @@ def open_caches(config: TrainConfig) -> list[Cache]:
         raise BadInput(
             f"--read-cache {config.read_cache} has no effect on stores in local folders, which are "
             "read where they lie; leave it out"
+        )
+    if twice := [url for url, count in Counter(config.cache).items() if count > 1]:
+        raise BadInput(
+            f"--cache {twice[0]} is given twice; give it once, with --weight if it is to count more"
         )
     by_address = options_by_address(config.cache, config.storage_option)
     caches = [

@@ -165,6 +165,11 @@ def test_stores_of_different_targets_are_not_mixed(config, corpus_maker, small_s
         train(config("", tmp_path / "run", cache=(small_store[0], str(tmp_path / "other"))))
 
 
+def test_one_store_is_given_once(config, small_store, tmp_path):
+    with pytest.raises(BadInput, match="is given twice; give it once, with --weight"):
+        train(config("", tmp_path / "run", cache=(small_store[0],) * 2))
+
+
 def test_no_supervision_at_all(config, corpus_maker, tmp_path):
     corpus = corpus_maker()
     for mask in corpus.masks:
