@@ -6,7 +6,7 @@ target writes its own.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
             f"{_SHAPES}"
         ) from problem
     if path.suffix == ".json":
-        rows = _json(text, f"--data {path}")
+        rows = _json(text, f"--data {path}", reason_of=str)
         if not isinstance(rows, list):
             raise BadInput(f"--data {path} holds a {type(rows).__name__}, not a list of rows")
         for number, row in enumerate(rows, start=1):
@@ -102,12 +102,16 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
             yield where, _json(line, where)
 
 
-def _json(text: str, where: str) -> Any:
+def reason_of_line(problem: Exception) -> str:
+    """Return why a line is not JSON, without the place in it, which JSON calls line 1."""
+    return problem.msg if isinstance(problem, json.JSONDecodeError) else str(problem)
+
+
+def _json(text: str, where: str, reason_of: Callable[[Exception], str] = reason_of_line) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as problem:
-        # The place that JSON names counts lines from this one.
-        reason = problem.msg if isinstance(problem, json.JSONDecodeError) else problem
+        reason = reason_of(problem)
         raise BadInput(f"{where} is not JSON ({reason}); rows are {_SHAPES}") from problem
 
 

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dflash_offline.common.errors import BadInput, Stopped
+from dflash_offline.common.prompts import reason_of_line
 
 _ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".arrow")
 # What a thread reads of a large file, and at once.
@@ -228,11 +229,9 @@ def _json_lines(file: Path) -> Iterator[Any]:
                 yield json.loads(line)
             # The last for brackets in brackets without an end.
             except (ValueError, RecursionError) as problem:
-                # The place that JSON names counts lines from this one.
-                reason = problem.msg if isinstance(problem, json.JSONDecodeError) else problem
                 raise BadInput(
-                    f"--data {file} line {number} is not JSON ({reason}); one object a line is "
-                    "allowed"
+                    f"--data {file} line {number} is not JSON ({reason_of_line(problem)}); one "
+                    "object a line is allowed"
                 ) from problem
 
 

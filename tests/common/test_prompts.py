@@ -122,6 +122,8 @@ def test_bad_row(row, word: str, tmp_path: Path) -> None:
     [
         ("a.jsonl", None, "cannot be read"),
         ("a.jsonl", b"", "holds no prompt"),
+        ("a.jsonl", b'\n{"turns" 3}', r"line 2 is not JSON \(Expecting ':' delimiter\);"),
+        ("a.json", b'[\n{"turns" 3}]', r"is not JSON \(Expecting ':' delimiter: line 2 column 10"),
         ("a.jsonl", b"{", "not JSON"),
         ("a.jsonl", b"\xff\xfe", "cannot be read"),
         ("a.json", b'{"turns": ["a"]}', "not a list"),
