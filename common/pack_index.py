@@ -22,6 +22,11 @@ class PackIndex:
     packs: dict[int, tuple[str, list[int]]] = field(default_factory=dict)
     dropped: dict[int, str] = field(default_factory=dict)
 
+    @property
+    def given_up(self) -> set[int]:
+        """Packs that were dropped and do not exist again."""
+        return self.dropped.keys() - self.packs.keys()
+
     def added(self, pack: int, record: bytes, quarantined: list[int]) -> "PackIndex":
         """Return the index with one more pack."""
         entry = (records.sha256(record), quarantined)

@@ -375,7 +375,7 @@ class Store:
         for key in leftovers(self.blobs, self.schema, self.committed):
             self.blobs.delete(key)
         # Where `dflash-cache rm` was interrupted, tokens may not be the plan's any more.
-        for pack in self._index.dropped.keys() - self.committed:
+        for pack in self._index.given_up:
             for key in damaged_flat(self.blobs, self.schema, pack, self._token_files[pack]):
                 self.blobs.delete(key)
         if self._index.dropped:

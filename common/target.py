@@ -1,8 +1,8 @@
 """The frozen target model: where its checkpoint lies, how it is loaded, and what its parts are.
 
-Transformers' classes disagree about nesting (text part of a multimodal model) and config keys
-(logit and embedding scales), of which this is the one module that knows; names of modules are in
-target_parts.py.
+Transformers' classes disagree about nesting (text part of a multimodal model) and scales of
+embeddings, of which this is the one module that knows; names of modules are in target_parts.py,
+scales of logits in logit_scales.py.
 Letters: T tokens, K captured layers, H hidden, V vocabulary, N decoder layers.
 """
 

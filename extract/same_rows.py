@@ -123,8 +123,7 @@ def stored_plan(
     found, token_files = store.read_plan(blobs, batches=True)
     if found.report.get(_REPORTED) != digest or plan_fields(found) != header.identity.plan:
         return None
-    index = read_pack_index(blobs, found.num_packs)
-    if index.dropped.keys() - index.packs.keys():
+    if read_pack_index(blobs, found.num_packs).given_up:
         # Their tokens may be written anew too, where `dflash-cache rm` was killed.
         return None
     for name in (TOKENS, LOSS_MASK):

@@ -169,7 +169,8 @@ def rotary_table(positions: Tensor, frequencies: Tensor, scale: float = 1.0) -> 
         scale: of cosines and sines; YaRN has one.
     """
     angles = positions.float()[:, None] * frequencies
-    return torch.cat([angles.cos(), angles.sin()], dim=1) * scale
+    table = torch.cat([angles.cos(), angles.sin()], dim=1)
+    return table if scale == 1.0 else table.mul_(scale)
 
 
 def rope(x: Tensor, table: Tensor) -> Tensor:

@@ -274,10 +274,9 @@ def _merge(base: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         del merged["is_causal"]
     if "sliding_window" in given and "use_sliding_window" not in given:
         merged["use_sliding_window"] = given["sliding_window"] is not None
-    if not given.keys().isdisjoint({"rope_theta", "rope_scaling"}) and (
-        "rope_parameters" not in given
-    ):
-        merged["rope_parameters"] = None
-    elif "rope_parameters" in given and "rope_theta" not in given:
+    if "rope_parameters" not in given:
+        if "rope_theta" in given or "rope_scaling" in given:
+            merged["rope_parameters"] = None
+    elif "rope_theta" not in given:
         merged["rope_theta"] = None
     return merged

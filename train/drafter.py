@@ -129,12 +129,8 @@ class Attention(nn.Module):
         return self.o_proj(attended_NhD.flatten(1))
 
     def _rotated(self, projected: torch.Tensor, norm: Norm, places: torch.Tensor) -> torch.Tensor:
-        return norm_rope(
-            self._heads(projected),
-            norm.weight_in(projected.dtype),
-            places,
-            eps=norm.eps,
-        )
+        weight = norm.weight_in(projected.dtype)
+        return norm_rope(self._heads(projected), weight, places, eps=norm.eps)
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(1, (-1, self.head_dim))

@@ -25,10 +25,7 @@ th, td { text-align: left; padding: .25rem .75rem .25rem 0; border-bottom: 1px s
 td + td { font-variant-numeric: tabular-nums; }
 """
 
-PAGE_BEGINS = "<!doctype html>"
-_PAGE = (
-    PAGE_BEGINS
-    + """
+_PAGE = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -44,7 +41,7 @@ _PAGE = (
 </body>
 </html>
 """
-)
+PAGE_BEGINS = _PAGE.partition("\n")[0]
 
 
 def page(title: str, sections: Iterable[tuple[str, str, str]]) -> str:
