@@ -1,15 +1,13 @@
 """The index of packs: folding, opening without a listing, appended plans, packs given up."""
 
 import json
-import time
 from pathlib import Path
 
-import click
 import numpy as np
 import pytest
 
 from dflash_offline.common import records
-from dflash_offline.common.blobs import LocalBlobs, blobs_at
+from dflash_offline.common.blobs import LocalBlobs
 from dflash_offline.common.cache import open_cache
 from dflash_offline.common.cache_cli import RepairConfig
 from dflash_offline.common.cache_edit import repair
@@ -181,17 +179,3 @@ def test_append_to_another_target_is_refused(tmp_path, corpus_maker):
     first.write(tmp_path / "s")
     with pytest.raises(BadInput, match="layers is '1,2' but the store at .* has '1,3'"):
         second.open(tmp_path / "s", append=True)
-
-
-@pytest.mark.slow
-def test_opening_many_packs_is_quick(store_of_many_packs, requests_of):
-    """100,000 packs with 2 million samples open without a listing when an index is complete."""
-    url, corpus, count = store_of_many_packs
-    asked, start = requests_of(blobs_at(url)), time.monotonic()
-    cache = open_cache(url)
-    document = cache.read(3)
-    click.echo(f"first sample after {time.monotonic() - start:.1f} s, {len(asked)} requests")
-    assert len(cache.samples) == count
-    np.testing.assert_array_equal(document.features, corpus.features[0][:, 18:24])
-    assert not [each for each in asked if each.startswith("list")]
-    assert len(asked) < 40, asked
